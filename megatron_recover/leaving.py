@@ -1,0 +1,106 @@
+"""How a process leaves a job.
+
+Only two ways do not disturb the others: SIGKILL to itself and ``os._exit(0)``. A normal interpreter exit or
+MPI_Finalize of one rank hangs the rest, a non-zero exit code ends the whole job (measured). Children
+(checkpoint and data workers) would keep mpirun's pipes open, so they are ended first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import psutil
+
+from megatron_recover.errors import ExitCode
+
+ATEXIT_S = 20.0
+"""Time for exit handlers (wandb uploads, writers) of a process that ends in good order."""
+
+
+def end_children() -> None:
+    """Kills every descendant of this process."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+
+
+def leave_as_failed(reason: str) -> None:
+    """Leaves at once, as a failure that the others repair. Does not return."""
+    print(f"megatron_recover: process {os.getpid()} leaves: {reason}", file=sys.__stderr__, flush=True)
+    end_children()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_together(code: int) -> None:
+    """Ends a process after all living ranks have agreed to end. Does not return.
+
+    Exit handlers run under a deadline; then ``os._exit``, because MPI must not be finalised rank by rank.
+    """
+    runner = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    runner.start()
+    runner.join(ATEXIT_S)
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+    end_children()
+    os._exit(code)
+
+
+def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
+    """Tells the launcher how the job ended (``status.json`` in the job's directory). Never raises."""
+    folder = job_dir or os.environ.get("MEGATRON_RECOVER_JOB_DIR")
+    if not folder:
+        return
+    with contextlib.suppress(OSError):
+        target = Path(folder) / "status.json"
+        draft = target.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"exit_code": int(code), "reason": reason}))
+        draft.replace(target)
+
+
+def report_error(error: BaseException, rank: int) -> None:
+    """Prints a traceback once per kind of error and host, however many ranks meet the same one."""
+    kind = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    last = traceback.extract_tb(error.__traceback__)[-1:] or [None]
+    where = f"{last[0].filename}:{last[0].lineno}" if last[0] is not None else ""
+    folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
+    first = True
+    if folder:
+        marker = Path(folder) / f"error-{abs(hash_text(kind + where)):x}"
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            first = False
+        except OSError:
+            pass
+    if first:
+        text = "".join(traceback.format_exception(error))
+        print(f"megatron_recover: rank {rank} failed\n{text}", file=sys.__stderr__, flush=True)
+    else:
+        print(
+            f"megatron_recover: rank {rank} failed with the same error ({kind})",
+            file=sys.__stderr__,
+            flush=True,
+        )
+
+
+def hash_text(text: str) -> int:
+    """A hash that is the same in every process."""
+    import zlib
+
+    return zlib.crc32(text.encode())
+
+
+def code_of(error: BaseException) -> int:
+    """Exit code of a job that an error ends on every rank."""
+    code = getattr(error, "exit_code", None)
+    return int(code) if code is not None else int(ExitCode.CRASHED)

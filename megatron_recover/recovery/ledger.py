@@ -1,0 +1,129 @@
+"""Bucket ledger: local gradient = snapshot, reduced result, epoch, commit.
+
+A bucket's local gradient is never written between the first microbatch of an iteration and its commit: the
+sum over replicas goes into a buffer of its own. So after a failure nothing has to be restored: the lost
+microbatches are added to the local gradients by another round, and every bucket is reduced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from megatron_recover.collectives.engine import Engine, Reduction
+
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""Types that MPI cannot add, or that would lose bits on the way: reduced in a wider one."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A tensor that is to be summed over replicas.
+
+    Args:
+        name: for messages.
+        local: this rank's own sum over its microbatches, contiguous, any shape, on CPU or GPU.
+    """
+
+    name: str
+    local: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not self.local.is_contiguous():
+            raise ValueError(f"bucket {self.name} is not contiguous, so it cannot be reduced without a copy")
+
+
+class _Entry:
+    """A bucket's result buffer and its reduction in the current round."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.dtype = _WIDE.get(bucket.local.dtype, bucket.local.dtype)
+        self.result: torch.Tensor | None = None
+        self.is_ready = False
+        self.done: Future[bool] | None = None
+
+    def send(self) -> NDArray[Any]:
+        """The local gradient as MPI sees it; no copy when it is on the CPU in a type MPI can add."""
+        flat = self.bucket.local.detach().reshape(-1)
+        return flat.to(device="cpu", dtype=self.dtype).numpy()
+
+    def receive(self) -> NDArray[Any]:
+        if self.result is None:
+            self.result = torch.empty(self.bucket.local.numel(), dtype=self.dtype)
+        return self.result.numpy()
+
+
+class BucketLedger:
+    """The buckets of one iteration, in the order in which they are reduced on every replica.
+
+    Args:
+        engine: layer 1.
+        buckets: in the order in which backward finishes them (a bucket is handed to the engine when it
+            and all before it are ready, so that the order is the same on every replica).
+        on_reduce: ``on_reduce(index)`` is called on the engine thread just before a bucket is reduced.
+    """
+
+    def __init__(
+        self, engine: Engine, buckets: Sequence[Bucket], on_reduce: Callable[[int], None] | None = None
+    ) -> None:
+        self._engine = engine
+        self._entries = [_Entry(bucket) for bucket in buckets]
+        self._on_reduce = on_reduce
+        self._epoch = 0
+        self._next = 0
+        self._graveyard: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open_round(self, epoch: int) -> None:
+        """Begins a round: no bucket is ready. Results of a round before are void."""
+        self._epoch = epoch
+        self._next = 0
+        for entry in self._entries:
+            if entry.done is not None and not entry.done.result():
+                # A peer that has not heard of the revocation may still write into the old buffer.
+                if entry.result is not None:
+                    self._graveyard.append(entry.result)
+                entry.result = None
+            entry.is_ready, entry.done = False, None
+
+    def ready(self, index: int) -> None:
+        """The local gradient of bucket ``index`` is final for this round; its reduction may begin."""
+        self._entries[index].is_ready = True
+        while self._next < len(self._entries) and self._entries[self._next].is_ready:
+            self._submit(self._next)
+            self._next += 1
+
+    def _submit(self, index: int) -> None:
+        entry = self._entries[index]
+        task = Reduction(entry.send, entry.receive())
+        if self._on_reduce is not None:
+            on_reduce = self._on_reduce
+            task.before = lambda: on_reduce(index)
+        entry.done = self._engine.all_reduce(task, self._epoch)
+
+    def close_round(self) -> None:
+        """Hands over every bucket that was not ready before."""
+        for index, entry in enumerate(self._entries):
+            if not entry.is_ready:
+                self.ready(index)
+
+    def wait(self) -> bool:
+        """Waits for all reductions of the round. False: the epoch is gone."""
+        outcomes = [entry.done.result() for entry in self._entries if entry.done is not None]
+        return len(outcomes) == len(self._entries) and all(outcomes)
+
+    def commit(self) -> None:
+        """Replaces the local gradients by the sums. Only after the world has agreed."""
+        self._graveyard.clear()
+        with torch.no_grad():
+            for entry in self._entries:
+                assert entry.result is not None
+                entry.bucket.local.view(-1).copy_(entry.result)
