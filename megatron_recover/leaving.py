@@ -33,9 +33,19 @@ def end_children() -> None:
                 child.kill()
 
 
-def leave_as_failed(reason: str) -> None:
+def leave_as_failed(reason: str, *, quiet: bool = False) -> None:
     """Leaves at once, as a failure that the others repair. Does not return."""
-    print(f"megatron_recover: process {os.getpid()} leaves: {reason}", file=sys.__stderr__, flush=True)
+    if not quiet:
+        print(f"megatron_recover: process {os.getpid()} leaves: {reason}", file=sys.__stderr__, flush=True)
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+    end_children()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_as_orphan() -> None:
+    """Leaves because another member of this replica is dead (called on the engine thread). Does not return."""
     end_children()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from megatron_recover.collectives import runtime
 from megatron_recover.collectives.engine import Attempt, Engine
 from megatron_recover.collectives.repair import Repair
 from megatron_recover.collectives.runtime import Communicators
@@ -45,6 +46,9 @@ class Observer(Protocol):
     def leader_changed(self, leader: int, iteration: int) -> None:
         """Another replica leads from here on (training thread of every rank)."""
 
+    def finished(self, exit_code: int, reason: str) -> None:
+        """The job ends (training thread of the leader's first rank)."""
+
 
 class Silent:
     """An observer that does nothing."""
@@ -53,6 +57,7 @@ class Silent:
     def repaired(self, report: Repair) -> None: ...
     def committed(self, iteration: Iteration) -> None: ...
     def leader_changed(self, leader: int, iteration: int) -> None: ...
+    def finished(self, exit_code: int, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Session:
         on_orphaned: called (engine thread) when this rank must leave; must not return.
     """
 
+    _current: ClassVar[Session | None] = None
+
     def __init__(
         self,
         comms: Communicators,
@@ -106,6 +113,29 @@ class Session:
         self.epoch = self.engine.epoch
         self.alive = self.engine.alive
         self.engine.start()
+        Session._current = self
+
+    @classmethod
+    def start(cls, replica_size: int = 1, **options: Any) -> Session:
+        """Initialises MPI and joins the job. Collective over all ranks; options as for ``Session``.
+
+        Raises:
+            UserError: not started under an MPI with ULFM, or sizes that do not fit.
+        """
+        runtime.check_environment()
+        return cls(runtime.start(replica_size), **options)
+
+    @classmethod
+    def current(cls) -> Session | None:
+        """The session of this process that is not closed, if there is one."""
+        return cls._current
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self.close()
 
     @property
     def leader(self) -> int:
@@ -191,6 +221,7 @@ class Session:
         """Waits for all living ranks, then stops looking for failures. After it, leave with os._exit(0)."""
         self.agree(check=False)
         self.engine.close()
+        Session._current = None
 
     def _repaired(self, report: Repair) -> None:
         self.observer.repaired(report)

@@ -1,0 +1,80 @@
+"""Seam: Megatron's training loop itself: its start, its steps, its data sets, its end below the minimum."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_recover.errors import TooFewReplicas, UserError
+from megatron_recover.megatron import checkpoint
+from megatron_recover.megatron.adapter import Adapter
+from megatron_recover.megatron.fingerprint import hash_parameters
+
+
+def install(adapter: Adapter) -> None:
+    """Wraps ``train_step`` and the building of data sets."""
+    from megatron.training import get_args, training
+
+    session = adapter.session
+    stock_step = training.train_step
+    stock_build = training.build_train_valid_test_data_iterators
+
+    @functools.wraps(stock_step)
+    def train_step(
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        adapter.model, adapter.optimizer, adapter.scheduler = model, optimizer, opt_param_scheduler
+        done = get_args().curr_iteration
+        interval = adapter.config.check_replicas_interval
+        if interval and done % interval == 0:
+            session.fingerprint = (*session.fingerprint, "parameters", hash_parameters(model))
+        try:
+            result = stock_step(
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **options
+            )
+        except TooFewReplicas as error:
+            # The optimizer has not stepped: parameters and counters are those after `done` iterations.
+            if checkpoint.save_now(adapter, done):
+                raise TooFewReplicas(
+                    f"{error}; the state after iteration {done} is saved in {get_args().save}: "
+                    "start again with --load on the replicas that are left"
+                ) from None
+            raise TooFewReplicas(f"{error}; nothing is saved because --save is not set") from None
+        session.fingerprint = ("gradient norm", _exact(result[5]))
+        return result
+
+    @functools.wraps(stock_build)
+    def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:
+        # The first to come writes the index caches beside the data; the leader does, then the others read.
+        built = None
+        while True:
+            leader = session.leader
+            if session.is_leader and built is None:
+                built = _build(*args, **options)
+            session.agree()
+            if leader in session.alive:
+                break
+        return built if built is not None else _build(*args, **options)
+
+    def _build(*args: Any, **options: Any) -> Any:
+        try:
+            return stock_build(*args, **options)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"the data set cannot be read ({error}): check --data-path, or make one with "
+                "`megatron-recover prepare-data`."
+            ) from error
+
+    training.train_step = train_step
+    training.build_train_valid_test_data_iterators = build_train_valid_test_data_iterators
+
+
+def _exact(value: Any) -> str:
+    """A number by its bits, so that equal means equal and NaN equals NaN."""
+    return float(value).hex() if value is not None else "none"

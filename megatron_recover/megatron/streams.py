@@ -1,0 +1,51 @@
+"""Standard output and error of a rank: shown when its replica leads, kept in its own log otherwise.
+
+Megatron prints on the first or last rank of what it takes for the job, so each replica would print the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+LOG_DIR = "MEGATRON_RECOVER_LOG_DIR"
+"""Environment variable: a directory in which every rank keeps all it prints, in ``rank-N.log``."""
+
+
+class LeaderStream:
+    """Passes on to ``target`` while ``leads()``; always copies to ``log`` if there is one."""
+
+    def __init__(self, target: TextIO, leads: Callable[[], bool], log: TextIO | None) -> None:
+        self._target, self._leads, self._log = target, leads, log
+
+    def write(self, text: str) -> int:
+        if self._log is not None:
+            self._log.write(text)
+        if self._leads():
+            self._target.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in (self._log, self._target):
+            if stream is not None:
+                stream.flush()
+
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def install(rank: int, leads: Callable[[], bool]) -> None:
+    """Replaces ``sys.stdout`` and ``sys.stderr``; ``sys.__stderr__`` stays open for last words."""
+    folder = os.environ.get(LOG_DIR)
+    log = None
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        log = open(Path(folder) / f"rank-{rank}.log", "a", buffering=1)
+    sys.stdout = LeaderStream(sys.stdout, leads, log)  # type: ignore[assignment]
+    sys.stderr = LeaderStream(sys.stderr, leads, log)  # type: ignore[assignment]

@@ -1,0 +1,96 @@
+"""``python -m megatron_recover.run SCRIPT ARGS``: runs a training script as one rank of a job.
+
+With --recover among ARGS the seams are installed first, and any unmodified Megatron ``pretrain_*.py`` runs.
+Without it the script uses the public core (``megatron_recover.session``) by itself. Either way the rank leaves
+in a way that does not disturb the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+
+from megatron_recover.errors import ExitCode, RecoverError, UserError
+from megatron_recover.leaving import (
+    code_of,
+    end_together,
+    leave_as_failed,
+    report_error,
+    write_status,
+)
+from megatron_recover.session import Session
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Does not return."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else int(ExitCode.BAD_CONFIGURATION))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    script, sys.argv = arguments[0], arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        if "--recover" in arguments[1:]:
+            from megatron_recover.megatron.install import install
+
+            install(arguments[1:])
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr, flush=True)
+            write_status(code, f"the training script ended with exit code {code}")
+            leave_as_failed(f"the script ended with exit code {code}", quiet=True)
+    except UserError as error:
+        if _rank() == 0:
+            print(f"error: {error}", file=sys.__stderr__, flush=True)
+        write_status(error.exit_code, str(error))
+        leave_as_failed(str(error), quiet=True)
+    except RecoverError as error:  # raised on all living ranks together
+        if (session := Session.current()) is not None:
+            _end_in_agreement(session, error)
+        _fail(error)
+    except BaseException as error:
+        _fail(error)
+    session = Session.current()
+    if session is None:
+        end_together(0)
+    else:
+        _end_in_agreement(session, None)
+
+
+def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
+    """The leader writes down how it ended, all living ranks agree that it has, then all leave."""
+    code, reason = (0, "done") if error is None else (code_of(error), str(error))
+    if session.is_leader and session.coordinate == 0:
+        if error is not None:
+            print(f"error: {error}", file=sys.__stderr__, flush=True)
+        write_status(code, reason)
+        session.observer.finished(code, reason)
+    # A rank that is lost here is lost after everything was written.
+    session.close()
+    end_together(code)
+
+
+def _fail(error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        report_error(error, _rank())
+        write_status(code_of(error), f"{type(error).__name__}: {error}")
+    leave_as_failed(f"{type(error).__name__}", quiet=True)
+
+
+def _rank() -> int:
+    session = Session.current()
+    return session.rank if session is not None else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+
+
+if __name__ == "__main__":
+    main()

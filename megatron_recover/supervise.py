@@ -1,0 +1,215 @@
+"""Runs a job's mpirun and stays with it: output, signals, lost children, deadlines, and the clearing up."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from megatron_recover.output import NoiseFilter, Pump
+from megatron_recover.processes import JobProcesses
+from megatron_recover.telemetry.blackbox import Snapshot, read_blackbox
+
+STATUS_FILE = "status.json"
+
+_POLL_S = 0.1
+_SCAN_S = 0.5
+_EAGER_SCANS_S = 3.0  # at start every poll scans, so that ranks which fail at once are seen
+STOP_GRACE_S = 30.0
+"""After ``--timeout``: how long the ranks may take to leave before they are killed."""
+_LINGER_S = 60.0  # mpirun still there after the leader has written how the job ended
+_EMPTY_S = 10.0  # mpirun still there although no rank is
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, as seen from outside."""
+
+    mpirun_code: int
+    status: dict[str, Any] | None
+    """What the last leader wrote: ``exit_code`` and ``reason``; None if it could not."""
+    num_ranks_seen: int
+    """Ranks that ran on this host."""
+    signal: signal.Signals | None
+    """Signal with which the user or the scheduler asked the job to stop."""
+    timed_out: bool
+    last_places: list[Snapshot] = field(default_factory=list)
+    """Black boxes of this host's ranks."""
+
+
+class Supervisor:
+    """Runs one mpirun to its end. Use once, from the main thread (it handles signals).
+
+    Args:
+        command: the mpirun line.
+        environment: of mpirun and, through it, of the ranks; holds the job's id.
+        job_id: see ``processes.JobProcesses``.
+        job_dir: where the ranks keep black boxes and the last leader writes ``status.json``.
+        num_ranks: ranks the command starts.
+        timeout_s: the job is stopped after this time; None: never.
+        logs: where stdout and stderr are also written, if anywhere.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        job_id: str,
+        job_dir: Path,
+        num_ranks: int,
+        timeout_s: float | None = None,
+        logs: tuple[BinaryIO, BinaryIO] | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._job_dir = job_dir
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._logs = logs
+        self._processes = JobProcesses(job_id)
+        self._signals: list[signal.Signals] = []  # received and not yet acted on
+        self._stop_signal: signal.Signals | None = None
+        self._is_stopping = False
+        self._timed_out = False
+        self._told: set[int] = set()  # ranks that were sent SIGTERM
+
+    def run(self) -> Outcome:
+        """Starts the job and waits for it. Nothing of it is left on this host afterwards."""
+        with self._handling_signals():
+            # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides.
+            mpirun = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+            assert mpirun.stdout is not None and mpirun.stderr is not None
+            out_log, err_log = self._logs or (None, None)
+            pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, NoiseFilter())]
+            for pump in pumps:
+                pump.start()
+            try:
+                self._watch(mpirun)
+            finally:
+                self._processes.end_all()
+                code = mpirun.wait()
+                for pump in pumps:
+                    pump.join(5.0)
+                self._processes.remove_leftovers(mpirun.pid)
+        places = (read_blackbox(self._job_dir, rank) for rank in range(self._num_ranks))
+        return Outcome(
+            mpirun_code=code,
+            status=self._status(),
+            num_ranks_seen=len(self._processes.ranks_seen),
+            signal=self._stop_signal,
+            timed_out=self._timed_out,
+            last_places=[place for place in places if place is not None],
+        )
+
+    def _watch(self, mpirun: subprocess.Popen[bytes]) -> None:
+        """Returns when mpirun has ended or must be ended."""
+        begin = time.monotonic()
+        next_scan = 0.0
+        status_since: float | None = None
+        empty_since: float | None = None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                mpirun.wait(_POLL_S)
+                return
+            now = time.monotonic()
+            if self._act_on_signals():
+                return
+            if self._timeout_s is not None and now - begin > self._timeout_s:
+                if not self._timed_out:
+                    _say(f"--timeout {self._timeout_s:g}: the job is stopped.")
+                self._timed_out = self._is_stopping = True
+                if now - begin > self._timeout_s + STOP_GRACE_S:
+                    return
+            if now < next_scan and not self._is_stopping:
+                continue
+            next_scan = now + (_SCAN_S if now - begin > _EAGER_SCANS_S else 0.0)
+            self._processes.scan()
+            self._processes.end_orphans()
+            if self._is_stopping:
+                self._stop(mpirun)
+            # Last resorts against an mpirun that does not end although its job has.
+            ranks, seen = self._processes.ranks, self._processes.ranks_seen
+            is_empty = not ranks and len(seen) == self._num_ranks  # and all of them were on this host
+            empty_since = (empty_since or now) if is_empty else None
+            status_since = status_since or (now if self._status() is not None else None)
+            if empty_since is not None and now - empty_since > _EMPTY_S:
+                return
+            if status_since is not None and now - status_since > _LINGER_S:
+                return
+
+    def _act_on_signals(self) -> bool:
+        """True when the job must be ended at once."""
+        while self._signals:
+            received = self._signals.pop(0)
+            if self._stop_signal is not None and received == signal.SIGINT:
+                _say("the job is ended at once.")
+                return True
+            self._told.clear()  # a repeated SIGTERM is passed on again
+            if self._stop_signal is None:
+                hint = " (Ctrl-C again to end it at once)" if received == signal.SIGINT else ""
+                _say(f"{received.name} received, the ranks are asked to stop{hint}.")
+            self._stop_signal = self._stop_signal or received
+            self._is_stopping = True
+        return False
+
+    def _stop(self, mpirun: subprocess.Popen[bytes]) -> None:
+        """Asks each rank of this host once. Not through mpirun: on SIGTERM it gives them one second and kills.
+
+        Ranks that handle SIGTERM (Megatron's --exit-signal-handler) agree with those of the other hosts.
+        """
+        if not self._processes.ranks_seen:
+            mpirun.terminate()  # nothing runs yet
+            return
+        self._told |= self._processes.signal_ranks(signal.SIGTERM, except_pids=self._told)
+
+    def _status(self) -> dict[str, Any] | None:
+        try:
+            status = json.loads((self._job_dir / STATUS_FILE).read_text())
+            return {"exit_code": int(status["exit_code"]), "reason": str(status.get("reason", ""))}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self._signals.append(signal.Signals(signum))
+
+        before = {}
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                before[signum] = signal.signal(signum, handle)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def _say(text: str) -> None:
+    print(f"megatron-recover: {text}", file=sys.stderr, flush=True)
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM to mpirun, which ends its ranks, should the launcher be killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
