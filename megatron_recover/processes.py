@@ -21,10 +21,10 @@ import psutil
 JOB_VARIABLE = "MEGATRON_RECOVER_JOB"
 _RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
-ORPHAN_TERM_S = 0.5
+ORPHAN_TERM_S = 0.3
 """How long a process must have been without its rank before it is asked to end."""
-ORPHAN_KILL_S = 1.5
-"""And before it is killed."""
+ORPHAN_KILL_S = 1.0
+"""And before it is killed. With a scan every 0.5 s that is at most 2 s after the death of the rank."""
 _LOOKS = 5  # at a process whose environment is empty: a kernel thread, or one in the middle of exec
 
 
@@ -51,6 +51,7 @@ class JobProcesses:
         self._looks: dict[int, int] = {}
         self._orphan_since: dict[int, float] = {}
         self._segments = ""
+        self._mpirun_pids: set[int] = set()
         self.ranks_seen: set[int] = set()
         """Ranks that ever ran on this host."""
 
@@ -113,13 +114,14 @@ class JobProcesses:
                     process.kill()
             psutil.wait_procs(alive, timeout=2.0)
 
-    def remove_leftovers(self, mpirun_pid: int) -> None:
-        """Removes what MPI leaves behind when mpirun itself was killed: shared memory and its session folder."""
+    def remove_leftovers(self) -> None:
+        """Removes what MPI leaves behind when mpirun was killed: shared memory and its session folder."""
         if self._segments:
             for path in glob.glob(f"{glob.escape(self._segments)}*"):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-        shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{mpirun_pid}"), ignore_errors=True)
+        for pid in self._mpirun_pids:
+            shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
 
     def _look_at(self, pid: int, current: set[int]) -> None:
         if pid in self._others or pid == os.getpid():
@@ -127,14 +129,17 @@ class JobProcesses:
         try:
             process = psutil.Process(pid)
             parent = process.ppid()
-            environment = process.environ()
             if process.status() == psutil.STATUS_ZOMBIE:
                 return
+        except psutil.Error:
+            return
+        try:
+            environment = process.environ()
         except psutil.AccessDenied:  # another user's
             self._others.add(pid)
             return
-        except psutil.Error:
-            return
+        except psutil.Error:  # Linux says so of kernel threads too
+            environment = {}
         if parent in current and parent not in self._members:
             self._look_at(parent, current)  # children are judged by their parents
         family = self._members.get(parent)
@@ -150,6 +155,8 @@ class JobProcesses:
         if rank is None and family is not None:
             rank = family.rank
         is_rank = rank is not None and family is not None and family.rank is None
+        if rank is None:
+            self._mpirun_pids.add(pid)
         self._members[pid] = _Member(process, rank, is_rank)
 
 
@@ -161,7 +168,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _shared_memory_prefix(pid: int) -> str:
-    """Path of the job's shared memory segments without the rank at the end; empty when there is none (yet)."""
+    """Path of the job's shared memory segments without the rank at the end; empty where there is none."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             for line in maps:

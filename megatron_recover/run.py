@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from megatron_recover.errors import ExitCode, RecoverError, UserError
@@ -24,6 +25,9 @@ from megatron_recover.leaving import (
     write_status,
 )
 from megatron_recover.session import Session
+
+ORPHAN_GRACE_S = 1.0
+"""How long a rank whose own groups broke waits to be found an orphan before it reports an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
     """The leader writes down how it ended, all living ranks agree that it has, then all leave."""
     code, reason = (0, "done") if error is None else (code_of(error), str(error))
+    for fault in session.pending_faults:
+        print(f"fault injection: {fault.spec} did not happen: this rank never came there", file=sys.__stderr__, flush=True)
     if session.is_leader and session.coordinate == 0:
         if error is not None:
             print(f"error: {error}", file=sys.__stderr__, flush=True)
@@ -81,10 +87,21 @@ def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
 
 
 def _fail(error: BaseException) -> None:
+    session = Session.current()
+    if session is not None and session.layout.replica_size > 1 and _is_communication_error(error):
+        # Most likely a peer of this replica died: then the engine sees that in a moment and ends this process,
+        # quietly, as an orphan.
+        time.sleep(ORPHAN_GRACE_S)
     with contextlib.suppress(Exception):
         report_error(error, _rank())
         write_status(code_of(error), f"{type(error).__name__}: {error}")
     leave_as_failed(f"{type(error).__name__}", quiet=True)
+
+
+def _is_communication_error(error: BaseException) -> bool:
+    """Whether an error comes from the replica's own torch.distributed groups."""
+    words = ("gloo", "nccl", "connection", "c10d", "tcpstore", "socket")
+    return isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in words)
 
 
 def _rank() -> int:

@@ -24,7 +24,7 @@ from megatron_recover.collectives.engine import Attempt, Engine
 from megatron_recover.collectives.repair import Repair
 from megatron_recover.collectives.runtime import Communicators
 from megatron_recover.errors import RecoverError, ReplicasDiffer, TooFewReplicas
-from megatron_recover.faults import FaultInjector
+from megatron_recover.faults import Fault, FaultInjector
 from megatron_recover.recovery import Bucket, BucketLedger, Contribution, check_contributions
 from megatron_recover.workload import Plan, Policy, get_policy
 
@@ -150,6 +150,11 @@ class Session:
         """Marks that this rank enters a phase; carries out an injected failure that is due there."""
         self.observer.phase(phase, self.current_iteration, index)
         self._injector.at(phase, self.current_iteration, index)
+
+    @property
+    def pending_faults(self) -> tuple[Fault, ...]:
+        """Injected failures of this rank that have not happened."""
+        return self._injector.pending
 
     def vote(self, name: str, voter: Callable[[], bool]) -> None:
         """From now on each agreement also ORs ``voter()`` over all ranks into ``decisions[name]``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
+from megatron_recover.guard import guarded
 from megatron_recover.output import NoiseFilter, Pump
 from megatron_recover.processes import JobProcesses
 from megatron_recover.telemetry.blackbox import Snapshot, read_blackbox
@@ -26,10 +26,7 @@ _SCAN_S = 0.5
 _EAGER_SCANS_S = 3.0  # at start every poll scans, so that ranks which fail at once are seen
 STOP_GRACE_S = 30.0
 """After ``--timeout``: how long the ranks may take to leave before they are killed."""
-_LINGER_S = 60.0  # mpirun still there after the leader has written how the job ended
 _EMPTY_S = 10.0  # mpirun still there although no rank is
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class Outcome:
 
     mpirun_code: int
     status: dict[str, Any] | None
-    """What the last leader wrote: ``exit_code`` and ``reason``; None if it could not."""
+    """What was last written into ``status.json``: ``exit_code`` and ``reason``; None if nothing was. Ranks
+    that fail while others go on write it too, the last leader writes it at the end."""
     num_ranks_seen: int
     """Ranks that ran on this host."""
     signal: signal.Signals | None
@@ -78,6 +76,7 @@ class Supervisor:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._logs = logs
+        self._job_id = job_id
         self._processes = JobProcesses(job_id)
         self._signals: list[signal.Signals] = []  # received and not yet acted on
         self._stop_signal: signal.Signals | None = None
@@ -87,7 +86,7 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Starts the job and waits for it. Nothing of it is left on this host afterwards."""
-        with self._handling_signals():
+        with self._handling_signals(), guarded(self._job_id, self._job_dir):
             # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides.
             mpirun = subprocess.Popen(
                 self._command,
@@ -96,9 +95,9 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
-            assert mpirun.stdout is not None and mpirun.stderr is not None
+            assert mpirun.stdout is not None
+            assert mpirun.stderr is not None
             out_log, err_log = self._logs or (None, None)
             pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, NoiseFilter())]
             for pump in pumps:
@@ -110,7 +109,7 @@ class Supervisor:
                 code = mpirun.wait()
                 for pump in pumps:
                     pump.join(5.0)
-                self._processes.remove_leftovers(mpirun.pid)
+                self._processes.remove_leftovers()
         places = (read_blackbox(self._job_dir, rank) for rank in range(self._num_ranks))
         return Outcome(
             mpirun_code=code,
@@ -125,7 +124,6 @@ class Supervisor:
         """Returns when mpirun has ended or must be ended."""
         begin = time.monotonic()
         next_scan = 0.0
-        status_since: float | None = None
         empty_since: float | None = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,14 +145,11 @@ class Supervisor:
             self._processes.end_orphans()
             if self._is_stopping:
                 self._stop(mpirun)
-            # Last resorts against an mpirun that does not end although its job has.
+            # Last resort against an mpirun that does not end although its job has.
             ranks, seen = self._processes.ranks, self._processes.ranks_seen
             is_empty = not ranks and len(seen) == self._num_ranks  # and all of them were on this host
             empty_since = (empty_since or now) if is_empty else None
-            status_since = status_since or (now if self._status() is not None else None)
             if empty_since is not None and now - empty_since > _EMPTY_S:
-                return
-            if status_since is not None and now - status_since > _LINGER_S:
                 return
 
     def _act_on_signals(self) -> bool:
@@ -173,7 +168,7 @@ class Supervisor:
         return False
 
     def _stop(self, mpirun: subprocess.Popen[bytes]) -> None:
-        """Asks each rank of this host once. Not through mpirun: on SIGTERM it gives them one second and kills.
+        """Asks each rank of this host once. Not through mpirun: on SIGTERM it kills them a second later.
 
         Ranks that handle SIGTERM (Megatron's --exit-signal-handler) agree with those of the other hosts.
         """
@@ -207,9 +202,3 @@ class Supervisor:
 
 def _say(text: str) -> None:
     print(f"megatron-recover: {text}", file=sys.stderr, flush=True)
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM to mpirun, which ends its ranks, should the launcher be killed."""
-    if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

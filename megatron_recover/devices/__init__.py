@@ -27,8 +27,8 @@ def resolve(name: str) -> str:
     if name == "auto":
         return "cpu"
     raise UserError(
-        "--recover-device cuda: torch sees no CUDA GPU on this machine; use --recover-device cpu to run there, "
-        "or check the driver and the CUDA build of torch"
+        "--recover-device cuda: torch sees no CUDA GPU on this machine; use --recover-device cpu to run "
+        "there, or check the driver and the CUDA build of torch"
     )
 
 

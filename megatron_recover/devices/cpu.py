@@ -1,10 +1,11 @@
 """Run Megatron's own training loop on a machine without a GPU.
 
-Megatron assumes CUDA: it asks ``torch.cuda`` for devices, streams, events and random states, and creates tensors
-with ``device="cuda"``. ``install()`` answers those questions for the CPU, before Megatron is imported: a CUDA device
-named anywhere means the CPU, a stream is the thread that runs, the CUDA random generator is torch's default one. No
-Megatron name is touched here. The process groups are Gloo's (``--distributed-backend gloo``, a default set in
-``megatron_recover.megatron.arguments`` with the other flags that a CPU needs).
+Megatron assumes CUDA: it asks ``torch.cuda`` for devices, streams, events and random states, and creates
+tensors with ``device="cuda"``. ``install()`` answers those questions for the CPU, before Megatron is
+imported: a CUDA device named anywhere means the CPU, a stream is the thread that runs, the CUDA random
+generator is torch's default one. No Megatron name is touched here. The process groups are Gloo's
+(``--distributed-backend gloo``, a default set in ``megatron_recover.megatron.arguments`` with the other flags
+that a CPU needs).
 """
 
 from __future__ import annotations
@@ -21,16 +22,49 @@ from collections.abc import Callable
 from typing import Any
 
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like "
-    "randint randn randn_like randperm tensor zeros zeros_like"
-).split()
-"""Functions of ``torch`` to which Megatron passes ``device="cuda"``, a device number, or ``pin_memory=True``."""
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+"""Functions of ``torch`` to which Megatron passes a GPU as the device, or ``pin_memory=True``."""
 
 _NO_OPERATION = (
-    "_lazy_init check_error empty_cache ipc_collect manual_seed_all nvtx.range_pop nvtx.range_push "
-    "reset_peak_memory_stats set_device set_stream synchronize"
-).split()
-_ZERO = "current_device max_memory_allocated max_memory_reserved memory_allocated memory_reserved".split()
+    "_lazy_init",
+    "check_error",
+    "empty_cache",
+    "ipc_collect",
+    "manual_seed_all",
+    "nvtx.range_pop",
+    "nvtx.range_push",
+    "reset_peak_memory_stats",
+    "set_device",
+    "set_stream",
+    "synchronize",
+)
+_ZERO = (
+    "current_device",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+)
 
 _EXPECTED_WARNINGS = (
     r"(Transformer Engine and )?Apex (are|is) not installed",
@@ -48,7 +82,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Redirect the names of ``torch.cuda`` to the CPU, for the rest of the process. A second call does nothing.
+    """Redirect the names of ``torch.cuda`` to the CPU for the whole process. A second call does nothing.
 
     Raises:
         RuntimeError: Megatron is already imported, and so has already looked for a GPU.
@@ -111,12 +145,12 @@ class _Stream:
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A new function that takes anything and returns ``value``. (Dynamo refuses one function under two names.)"""
+    """A function that takes anything and returns ``value``; a new one each time, as Dynamo insists."""
     return lambda *args, **options: value
 
 
 def _set(owner: Any, name: str, value: object) -> None:
-    """Set ``owner.name``; the name may have dots. A name that this torch does not have is an error worth seeing."""
+    """Set ``owner.name``, where the name may have dots. One that this torch does not have is an error."""
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
@@ -125,7 +159,7 @@ def _set(owner: Any, name: str, value: object) -> None:
 
 
 def _redirect_tensors(torch: Any) -> None:
-    """Take device arguments that mean a GPU as the CPU, and let tensors answer as Megatron expects of CUDA ones."""
+    """Take a GPU as the CPU where it is given as the device, and let tensors answer as CUDA ones would."""
     cpu = torch.device("cpu")
 
     def is_cuda(value: object) -> bool:
@@ -194,22 +228,24 @@ def _redirect_cuda(torch: Any) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _set(cuda, "mem_get_info", _answer((memory, memory)))
     # Compute capability 9.0: old enough for no flags of newer GPUs, new enough for Megatron's own minimum.
-    properties = types.SimpleNamespace(name="cpu", major=9, minor=0, total_memory=memory, multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="cpu", major=9, minor=0, total_memory=memory, multi_processor_count=1
+    )
     _set(cuda, "get_device_properties", _answer(properties))
     _set(cuda, "get_device_capability", _answer((properties.major, properties.minor)))
     _set(cuda, "get_device_name", _answer(properties.name))
 
 
 def _redirect_random(torch: Any) -> None:
-    """Make the CUDA random generator the CPU's own: the one that dropout and initialisation draw from there."""
+    """Make the CUDA random generator the CPU's own, which dropout and initialisation draw from there."""
     generator = torch.default_generator
-    # Megatron sets the states of generators directly; set_rng_state keeps no copy, as Megatron's own function.
+    # Megatron also sets the states of generators directly.
     _set(torch.cuda, "default_generators", (generator,))
     _set(torch.cuda, "manual_seed", lambda seed: generator.manual_seed(int(seed)))
     for owner in (torch.cuda, torch.cuda.random):
         _set(owner, "get_rng_state", lambda *args, **options: generator.get_state())
         _set(owner, "set_rng_state", lambda state, *args, **options: generator.set_state(state))
-    # With one generator for both, Megatron's warning that the CPU's was used inside a CUDA section is always true.
+    # With one generator for both, Megatron's warning that the CPU's was used for CUDA is always true.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_recover import devices
 from megatron_recover.errors import UserError
-from megatron_recover.megatron import cpu_flags
+from megatron_recover.megatron import cpu_flags, support
 
 POLICIES = ("balanced", "recover")
 
@@ -53,33 +53,34 @@ def add_recover_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         return parser
     group = parser.add_argument_group(
         title="recover",
-        description="Pre-training that survives losing GPUs without a restart. The ranks are cut into replicas (one "
-        "whole copy of the model each); when a replica is lost, the others take over its microbatches inside the same "
-        "iteration, so each microbatch is still used exactly once. Start with: megatron-recover launch -n N -- "
-        "SCRIPT ARGS --recover. Iterations are counted from 1, as in Megatron's log line; ranks are those at start.",
+        description="Pre-training that survives losing GPUs without a restart. The ranks are cut into "
+        "replicas (one whole copy of the model each); when a replica is lost, the others take "
+        "over its microbatches inside the same iteration, so each microbatch is still used "
+        "exactly once. Start with: megatron-recover launch -n N -- SCRIPT ARGS --recover. "
+        "Iterations are counted from 1, as in Megatron's log line; ranks are those at start.",
     )
     group.add_argument(
         "--recover",
         action="store_true",
-        help="Survive lost replicas. Without this flag the run is vanilla Megatron, and of the flags below only "
-        "--recover-device has an effect.",
+        help="Survive lost replicas. Without this flag the run is vanilla Megatron, and of the flags below "
+        "only --recover-device has an effect.",
     )
     group.add_argument(
         "--recover-policy",
         choices=POLICIES,
         default=_DEFAULT.policy,
-        help="Which replica runs which microbatch. balanced: spread evenly over the living replicas, as Megatron's "
-        "own sampler does; those of a lost replica go to the least loaded. recover: as in the ReCoVer paper "
-        "(arXiv 2605.11215), major replicas with full shares, one minor, and spares that are promoted. The result of "
-        "the training is the same. Default: %(default)s.",
+        help="Which replica runs which microbatch. balanced: spread evenly over the living replicas, as "
+        "Megatron's own sampler does; those of a lost replica go to the least loaded. recover: as in "
+        "the ReCoVer paper (arXiv 2605.11215), major replicas with full shares, one minor, and spares "
+        "that are promoted. The result of the training is the same. Default: %(default)s.",
     )
     group.add_argument(
         "--recover-min-replicas",
         type=int,
         metavar="N",
         default=_DEFAULT.min_replicas,
-        help="Go on as long as N whole replicas live. With fewer, one of them saves a checkpoint (where --save is "
-        "set) and the job ends with exit code 70. Default: %(default)s.",
+        help="Go on as long as N whole replicas live. With fewer, one of them saves a checkpoint (where "
+        "--save is set) and the job ends with exit code 70. Default: %(default)s.",
     )
     group.add_argument(
         "--recover-shards",
@@ -96,33 +97,34 @@ def add_recover_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         metavar="SPEC",
         default=[],
         help="Inject a failure, to see that a setup survives it; repeat the flag for several. For example "
-        "kill:rank=3,iteration=5,phase=reduce,bucket=1 or exit:rank=0,iteration=2,phase=backward,microbatch=0. Kinds: "
-        "kill (SIGKILL), exit, exception. Phases: data, forward, backward, reduce, commit, after-commit, optimizer, "
-        "eval, save.",
+        "kill:rank=3,iteration=5,phase=reduce,bucket=1 or "
+        "exit:rank=0,iteration=2,phase=backward,microbatch=0. Kinds: kill (SIGKILL), exit, exception. "
+        "Phases: data, forward, backward, reduce, commit, after-commit, optimizer, eval, save.",
     )
     group.add_argument(
         "--recover-device",
         choices=devices.CHOICES,
         default=_DEFAULT.device,
-        help="Where to run. cpu: the real training loop on the CPU with Gloo, for laptops, tests and demos; it sets "
-        "the Megatron flags which that needs (see docs/support.md). auto: cuda where torch sees a GPU, otherwise cpu. "
-        "Works without --recover too. Default: %(default)s.",
+        help="Where to run. cpu: the real training loop on the CPU with Gloo, for laptops, tests and demos;"
+        " it sets the Megatron flags which that needs (see docs/support.md). auto: cuda where torch "
+        "sees a GPU, otherwise cpu. Works without --recover too. Default: %(default)s.",
     )
     group.add_argument(
         "--recover-events",
         type=pathlib.Path,
         metavar="PATH",
         default=_DEFAULT.events,
-        help="Append one JSON object per line to this file for each start, failure, repair, takeover and finish, with "
-        "iteration, ranks, phase, and detection and repair times in milliseconds. Default: no file.",
+        help="Append one JSON object per line to this file for each start, failure, repair, takeover and "
+        "finish, with iteration, ranks, phase, and detection and repair times in milliseconds. "
+        "Default: no file.",
     )
     group.add_argument(
         "--recover-check-replicas-interval",
         type=int,
         metavar="N",
         default=_DEFAULT.check_replicas_interval,
-        help="Compare a hash of the parameters across replicas every N iterations, and stop with exit code 72 when "
-        "two differ; 0 turns it off. Costs one pass over the parameters. Default: %(default)s.",
+        help="Compare a hash of the parameters across replicas every N iterations, and stop with exit code "
+        "72 when two differ; 0 turns it off. Costs one pass over the parameters. Default: %(default)s.",
     )
     return parser
 
@@ -172,14 +174,17 @@ def install(device: str) -> None:
     Imports Megatron, so the device must be installed first. A second call does nothing.
 
     Args:
-        device: ``cuda`` or ``cpu``, as ``devices.install`` returned it. On ``cpu`` the flags of ``cpu_flags`` get the
-            values that a CPU needs, and the parsed arguments are checked for flags that contradict them.
+        device: ``cuda`` or ``cpu``, as ``devices.install`` returned it. On ``cpu`` the flags of ``cpu_flags``
+            get the values that a CPU needs, and flags that contradict them are refused.
+
+    With ``--recover``, what it does not support is refused after Megatron's own validation.
     """
     from megatron.training import arguments
 
     if getattr(arguments.parse_args, "knows_recover", False):
         return
     add_megatron_arguments, parse_args = arguments.add_megatron_arguments, arguments.parse_args
+    validate_args = arguments.validate_args
 
     @functools.wraps(add_megatron_arguments)
     def add_all_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -196,13 +201,21 @@ def install(device: str) -> None:
             cpu_flags.check(args)
         return args
 
+    @functools.wraps(validate_args)
+    def validate_and_check(args: argparse.Namespace, *positional: Any, **options: Any) -> argparse.Namespace:
+        validated: argparse.Namespace = validate_args(args, *positional, **options)
+        if config_from_args(validated).enabled:
+            support.check_supported(validated)
+        return validated
+
     parse_and_check.knows_recover = True  # type: ignore[attr-defined]
     _replace_everywhere(add_megatron_arguments, add_all_arguments)
     _replace_everywhere(parse_args, parse_and_check)
+    _replace_everywhere(validate_args, validate_and_check)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape the percent signs that make argparse fail on ``--help`` (megatron-core 0.19 has such help texts)."""
+    """Escape the percent signs on which ``--help`` fails (some help texts of megatron-core 0.19)."""
     for action in parser._actions:
         try:
             (action.help or "") % {**vars(action), "prog": parser.prog}

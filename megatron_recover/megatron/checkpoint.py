@@ -39,10 +39,14 @@ def install(adapter: Adapter) -> None:
 
 def save_now(adapter: Adapter, iteration: int) -> bool:
     """Saves the state after ``iteration`` committed iterations, if --save is set. Returns whether it was."""
+    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
     from megatron.training import get_args, training
 
     if not get_args().save or adapter.optimizer is None:
         return False
+    # The machine's state goes into the checkpoint: it must say "between iterations", although we are inside one.
+    machine = get_rerun_state_machine()
+    machine.state, machine.current_iteration = RerunState.NOT_RUNNING_YET, iteration
     training.save_checkpoint_and_time(
         iteration,
         adapter.model,

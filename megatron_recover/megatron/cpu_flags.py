@@ -21,7 +21,7 @@ DEFAULTS: tuple[tuple[str, str, Any], ...] = (
     ("--no-bias-dropout-fusion", "bias_dropout_fusion", False),
     ("--no-rope-fusion", "apply_rope_fusion", False),
 )
-"""(flag, attribute, value) of what is set for the user. The Gloo twins of groups that are Gloo's anyway are dropped."""
+"""(flag, attribute, value) of what is set for the user."""
 
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1, "leave it out"),
@@ -51,8 +51,8 @@ def check(args: argparse.Namespace) -> None:
         given = getattr(args, attribute, value)
         if given != value:
             raise UserError(
-                f"{flag} {given} cannot run with --recover-device cpu: leave it out (it is set to {value} there), "
-                "or run on a GPU"
+                f"{flag} {given} cannot run with --recover-device cpu: leave it out (it is set to {value} "
+                "there), or run on a GPU"
             )
     for flag, is_given, way_round in REFUSED:
         try:
@@ -60,4 +60,6 @@ def check(args: argparse.Namespace) -> None:
         except AttributeError:
             refused = False
         if refused:
-            raise UserError(f"{flag} needs a GPU and cannot run with --recover-device cpu: {way_round}, or run on a GPU")
+            raise UserError(
+                f"{flag} needs a GPU and cannot run with --recover-device cpu: {way_round}, or run on a GPU"
+            )

@@ -17,10 +17,11 @@ from megatron_recover.collectives import runtime
 from megatron_recover.errors import UserError
 from megatron_recover.faults import FaultInjector, parse_faults
 from megatron_recover.leaving import leave_as_orphan
-from megatron_recover.megatron import arguments, replica_world, startup, streams
+from megatron_recover.megatron import arguments, replica_world, startup
 from megatron_recover.megatron.adapter import Adapter, get_adapter, set_adapter
 from megatron_recover.preflight import ScriptArguments, replica_size
 from megatron_recover.session import Session
+from megatron_recover.telemetry import streams
 from megatron_recover.telemetry.recorder import Recorder
 
 

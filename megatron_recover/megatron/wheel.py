@@ -11,9 +11,10 @@ from megatron_recover.errors import UserError
 def install() -> None:
     """Let Megatron use the dataset helper that is already compiled.
 
-    At start-up Megatron runs ``make`` in its ``core/datasets`` folder. The wheel ships the compiled helper but no
-    Makefile, so rank 0 exits and the others wait for it for ever. In a checkout, where the helper may have to be
-    compiled, ``make`` still runs. Imports Megatron, so the device must be installed first. A second call does nothing.
+    At start-up Megatron runs ``make`` in its ``core/datasets`` folder. The wheel ships the compiled helper
+    but no Makefile, so rank 0 exits and the others wait for it for ever. In a checkout, where the helper may
+    have to be compiled, ``make`` still runs. Imports Megatron, so the device must be installed first. A
+    second call does nothing.
     """
     from megatron.core.datasets import utils
 
@@ -27,8 +28,8 @@ def install() -> None:
             return
         if not os.path.exists(os.path.join(folder, "Makefile")):
             raise UserError(
-                f"Megatron's dataset helper (helpers_cpp) is missing in {folder}: install a megatron-core wheel that "
-                "is built for this Python (pip install --force-reinstall megatron-core)"
+                f"Megatron's dataset helper (helpers_cpp) is missing in {folder}: install a megatron-core "
+                "wheel that is built for this Python (pip install --force-reinstall megatron-core)"
             )
         compile_helpers()
 

@@ -69,7 +69,7 @@ class BlackBox:
         self._phases: dict[str, bytes] = {}
 
     def mark(self, phase: str, iteration: int, index: int = -1) -> None:
-        """Records where this rank is. Called at every step of an iteration, so it does as little as possible."""
+        """Records where this rank is. Called at every step of an iteration, so it does next to nothing."""
         name = self._phases.get(phase)
         if name is None:
             name = self._phases[phase] = phase.encode()[:_PHASE_BYTES]
@@ -90,7 +90,7 @@ class BlackBox:
 
 
 def read_blackbox(directory: str | os.PathLike[str], rank: int) -> Snapshot | None:
-    """Reads the black box of a rank, living or dead; None where there is none (another host, or not started)."""
+    """Reads the black box of a rank, living or dead; None where there is none (another host, not started)."""
     try:
         data = _path(directory, rank).read_bytes()
     except OSError:
@@ -102,4 +102,6 @@ def read_blackbox(directory: str | os.PathLike[str], rank: int) -> Snapshot | No
     iteration, index, marked_at, phase = _MARK.unpack_from(data, slot)
     if marked_at == 0.0:
         index = -1
-    return Snapshot(rank, pid, iteration, phase.rstrip(b"\0").decode(errors="replace"), index, marked_at, died_at)
+    return Snapshot(
+        rank, pid, iteration, phase.rstrip(b"\0").decode(errors="replace"), index, marked_at, died_at
+    )

@@ -100,7 +100,7 @@ class FinishEvent(Event):
 
 
 def _plain(value: Any) -> Any:
-    """The nearest thing that JSON has: numpy numbers become numbers, nan and infinities null, the rest text."""
+    """The nearest thing that JSON has: numpy numbers become numbers, nan and inf null, the rest text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -143,13 +143,19 @@ class EventLog:
             return
         with self._lock:
             try:
-                record = {"event": event, "time": time.time(), "iteration": iteration, "epoch": epoch, **fields}
+                record = {
+                    "event": event,
+                    "time": time.time(),
+                    "iteration": iteration,
+                    "epoch": epoch,
+                    **fields,
+                }
                 self._append(json.dumps(_plain(record)).encode() + b"\n")
             except Exception as error:  # a full disk, a quota, a lost file system: not training's business
                 self._broken = True
                 print(
-                    f"megatron_recover: warning: cannot write events to {self._path} ({error}); training goes on "
-                    "without the event log.",
+                    f"megatron_recover: warning: cannot write events to {self._path} ({error}); "
+                    "training goes on without the event log.",
                     file=sys.stderr,
                     flush=True,
                 )

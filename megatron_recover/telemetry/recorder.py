@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_recover.telemetry import events
 from megatron_recover.telemetry.blackbox import BlackBox, Snapshot, read_blackbox
 from megatron_recover.telemetry.events import EventLog, read_events
+from megatron_recover.telemetry.streams import say
 
 if TYPE_CHECKING:
     from megatron_recover.collectives.layout import Layout
@@ -172,11 +172,6 @@ class Recorder:
 
     def _read(self, rank: int) -> Snapshot | None:
         return read_blackbox(self._job_dir, rank) if self._job_dir else None
-
-
-def say(message: str) -> None:
-    """One line in the log; only the leader's output is shown."""
-    print(f" [recover] {time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
 def _list(values: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +29,13 @@ class LeaderStream:
             self._target.write(text)
         return len(text)
 
+    def announce(self, text: str) -> None:
+        """Writes whoever leads: for what a rank has to say on behalf of the job."""
+        if self._log is not None:
+            self._log.write(text)
+        self._target.write(text)
+        self.flush()
+
     def flush(self) -> None:
         for stream in (self._log, self._target):
             if stream is not None:
@@ -38,6 +46,16 @@ class LeaderStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
+
+
+def say(message: str) -> None:
+    """One line of ours in the log, marked as such. Callers decide which rank speaks."""
+    line = f" [recover] {time.strftime('%H:%M:%S')} {message}\n"
+    if isinstance(sys.stdout, LeaderStream):
+        sys.stdout.announce(line)
+    else:
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
 
 def install(rank: int, leads: Callable[[], bool]) -> None:
