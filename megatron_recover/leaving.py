@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import zlib
 from pathlib import Path
 
 import psutil
@@ -80,12 +81,11 @@ def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
 def report_error(error: BaseException, rank: int) -> None:
     """Prints a traceback once per kind of error and host, however many ranks meet the same one."""
     kind = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    last = traceback.extract_tb(error.__traceback__)[-1:] or [None]
-    where = f"{last[0].filename}:{last[0].lineno}" if last[0] is not None else ""
+    where = "".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-1:])
     folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     first = True
     if folder:
-        marker = Path(folder) / f"error-{abs(hash_text(kind + where)):x}"
+        marker = Path(folder) / f"error-{zlib.crc32((kind + where).encode()):x}"
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
@@ -101,13 +101,6 @@ def report_error(error: BaseException, rank: int) -> None:
             file=sys.__stderr__,
             flush=True,
         )
-
-
-def hash_text(text: str) -> int:
-    """A hash that is the same in every process."""
-    import zlib
-
-    return zlib.crc32(text.encode())
 
 
 def code_of(error: BaseException) -> int:

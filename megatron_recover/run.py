@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error)
     session = Session.current()
     if session is None:
+        write_status(0, "done")
         end_together(0)
     else:
         _end_in_agreement(session, None)
@@ -75,7 +76,8 @@ def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
     """The leader writes down how it ended, all living ranks agree that it has, then all leave."""
     code, reason = (0, "done") if error is None else (code_of(error), str(error))
     for fault in session.pending_faults:
-        print(f"fault injection: {fault.spec} did not happen: this rank never came there", file=sys.__stderr__, flush=True)
+        message = f"fault injection: {fault.spec} did not happen: this rank never came there"
+        print(message, file=sys.__stderr__, flush=True)
     if session.is_leader and session.coordinate == 0:
         if error is not None:
             print(f"error: {error}", file=sys.__stderr__, flush=True)

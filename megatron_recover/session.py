@@ -25,6 +25,7 @@ from megatron_recover.collectives.repair import Repair
 from megatron_recover.collectives.runtime import Communicators
 from megatron_recover.errors import RecoverError, ReplicasDiffer, TooFewReplicas
 from megatron_recover.faults import Fault, FaultInjector
+from megatron_recover.leaving import leave_as_orphan
 from megatron_recover.recovery import Bucket, BucketLedger, Contribution, check_contributions
 from megatron_recover.workload import Plan, Policy, get_policy
 
@@ -95,7 +96,7 @@ class Session:
         min_replicas: int = 1,
         injector: FaultInjector | None = None,
         observer: Observer | None = None,
-        on_orphaned: Callable[[], None] | None = None,
+        on_orphaned: Callable[[], None] = leave_as_orphan,
     ) -> None:
         self.layout = comms.layout
         self.rank, self.replica, self.coordinate = comms.rank, comms.replica, comms.coordinate
@@ -108,8 +109,7 @@ class Session:
         """What must be the same on all ranks of this coordinate at the next commit."""
         self._voters: dict[str, Callable[[], bool]] = {}
         self._injector = injector or FaultInjector((), self.rank)
-        extra = {} if on_orphaned is None else {"on_orphaned": on_orphaned}
-        self.engine = Engine(comms, on_repair=self._repaired, **extra)
+        self.engine = Engine(comms, on_repair=self.observer.repaired, on_orphaned=on_orphaned)
         self.epoch = self.engine.epoch
         self.alive = self.engine.alive
         self.engine.start()
@@ -227,9 +227,6 @@ class Session:
         self.agree(check=False)
         self.engine.close()
         Session._current = None
-
-    def _repaired(self, report: Repair) -> None:
-        self.observer.repaired(report)
 
 
 class Iteration:

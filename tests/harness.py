@@ -35,7 +35,8 @@ class Finished:
     """What the ranks printed as ``RESULT {json}``, in the order in which it came."""
 
     def explain(self) -> str:
-        return f"exit code {self.code} after {self.seconds:.1f} s\n--- out\n{self.out[-6000:]}\n--- err\n{self.err[-6000:]}"
+        tail = f"--- out\n{self.out[-6000:]}\n--- err\n{self.err[-6000:]}"
+        return f"exit code {self.code} after {self.seconds:.1f} s\n{tail}"
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:

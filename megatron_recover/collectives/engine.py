@@ -224,9 +224,14 @@ class Engine:
         self._wait(self.comms.cross.Ibarrier(), keep=(send, task.result))
         task.before()
         step = max(1, CHUNK_BYTES // send.itemsize)
-        for begin in range(0, send.size, step):
-            piece = slice(begin, begin + step)
-            self.comms.cross.Allreduce(send[piece], task.result[piece])
+        try:
+            for begin in range(0, send.size, step):
+                piece = slice(begin, begin + step)
+                self.comms.cross.Allreduce(send[piece], task.result[piece])
+        except BaseException:
+            # Parts of an all-reduce that failed may still be in flight: freeing their memory now crashes.
+            self._abandoned.append((send, task.result))
+            raise
         return True
 
     def _gather(self, payload: bytes) -> dict[int, bytes]:

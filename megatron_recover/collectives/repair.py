@@ -13,9 +13,13 @@ import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_recover.collectives import membership
 from megatron_recover.collectives.runtime import Communicators
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SETTLE_S = 0.05
 """The set of failed ranks must have been still for this long before Shrink: without it, a death while
@@ -94,6 +98,14 @@ def settle(comms: Communicators, heartbeat: Callable[[], None]) -> float:
         time.sleep(0.002)
 
 
+def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    from mpi4py import MPI
+
+    small: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # mpi4py declares its base class
+    small.Set_errhandler(MPI.ERRORS_RETURN)
+    return small
+
+
 def _lost_since_start(comms: Communicators, lost: tuple[int, ...]) -> list[int]:
     here = set(membership.members(comms.world, comms.start)) - set(lost)
     return [rank for rank in range(comms.layout.num_ranks) if rank not in here]
@@ -131,15 +143,11 @@ def repair(
             settled += settle(comms, heartbeat)
             clean = 1
             try:
-                world = comms.world.Shrink()
-                world.Set_errhandler(MPI.ERRORS_RETURN)
-                comms.world = world
+                comms.world = _shrink(comms.world)
             except MPI.Exception:
                 clean = 0
             try:
-                cross = comms.cross.Shrink()
-                cross.Set_errhandler(MPI.ERRORS_RETURN)
-                comms.cross = cross
+                comms.cross = _shrink(comms.cross)
                 clean &= comms.cross.Agree(clean)
             except MPI.Exception:
                 clean = 0

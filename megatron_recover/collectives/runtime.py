@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_recover.collectives.layout import Layout
 from megatron_recover.errors import UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
+"""What ``mpirun --with-ft ulfm`` sets for its ranks."""
 
 HOW_TO_START = "start with `megatron-recover launch -n N -- SCRIPT ARGS`"
 
@@ -58,14 +61,14 @@ def check_environment() -> None:
     """
     if not started_under_mpi():
         raise UserError(f"--recover needs MPI, and this process was not started by it: {HOW_TO_START}.")
-    if os.environ.get("OMPI_MCA_mpi_ft_enable", "") not in ("1", "true"):
+    if os.environ.get(_FT_ENABLED, "") not in ("1", "true"):
         raise UserError(
             "mpirun was started without fault tolerance, so one lost rank would end the whole job: "
             f"add `--with-ft ulfm` to mpirun, or {HOW_TO_START}."
         )
 
 
-def _load_mpi() -> MPI:  # type: ignore[valid-type]
+def _load_mpi() -> Any:
     from megatron_recover.collectives.runtime_params import MPI_PARAMETERS
 
     for name, value in MPI_PARAMETERS.items():
@@ -94,7 +97,7 @@ def has_ulfm() -> bool:
 
 def num_start_ranks() -> int:
     """Number of ranks the job was started with (loads MPI)."""
-    return int(_load_mpi().COMM_WORLD.Get_size())  # type: ignore[attr-defined]
+    return int(_load_mpi().COMM_WORLD.Get_size())
 
 
 def start(replica_size: int) -> Communicators:
@@ -110,13 +113,16 @@ def start(replica_size: int) -> Communicators:
             "PyPI into this environment, or build Open MPI 5 with --with-ft=ulfm; "
             "`megatron-recover doctor` shows what is loaded."
         )
-    comm_world = MPI.COMM_WORLD  # type: ignore[attr-defined]
-    comm_world.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
+    comm_world = MPI.COMM_WORLD
+    comm_world.Set_errhandler(MPI.ERRORS_RETURN)
     hosts = comm_world.allgather((socket.gethostname(), os.getpid()))
     layout = Layout.from_hosts(hosts, replica_size)
     rank = comm_world.Get_rank()
     world = comm_world.Dup()
     cross = comm_world.Split(layout.coordinate_of(rank), layout.replica_of(rank))
     for comm in (world, cross):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    # A revocation that reaches a rank which is still making the communicator crashes it: nobody goes on before
+    # all have both.
+    world.Barrier()
     return Communicators(rank, layout, comm_world, world, cross)

@@ -1,11 +1,10 @@
 """Run Megatron's own training loop on a machine without a GPU.
 
 Megatron assumes CUDA: it asks ``torch.cuda`` for devices, streams, events and random states, and creates
-tensors with ``device="cuda"``. ``install()`` answers those questions for the CPU, before Megatron is
-imported: a CUDA device named anywhere means the CPU, a stream is the thread that runs, the CUDA random
-generator is torch's default one. No Megatron name is touched here. The process groups are Gloo's
-(``--distributed-backend gloo``, a default set in ``megatron_recover.megatron.arguments`` with the other flags
-that a CPU needs).
+tensors with ``device="cuda"``. ``install()`` answers for the CPU, before Megatron is imported: a CUDA device
+named anywhere means the CPU, a stream is the thread that runs, the CUDA random generator is torch's default
+one. No name of Megatron is touched here; ``megatron/cpu_flags.py`` sets its flags (Gloo among them), and
+``megatron/on_cpu.py`` changes what flags cannot.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def iterators_of(data_iterator: Any) -> list[AddressedIterator]:
     return [one for one in candidates if isinstance(one, AddressedIterator)]
 
 
-class AddressedIterator(RerunDataIterator):  # type: ignore[misc]
+class AddressedIterator(RerunDataIterator):
     """Serves the microbatches of a plan by id. It holds no position but the first sample of the iteration.
 
     Args:

@@ -47,8 +47,8 @@ def _exit_duration(adapter: Adapter) -> None:
     def over() -> bool:
         from megatron.training.global_vars import _GLOBAL_ARGS as args
 
-        limit = getattr(args, "exit_duration_in_mins", None)
-        return bool(limit) and time.time() - begin > limit * 60
+        limit: float | None = getattr(args, "exit_duration_in_mins", None)
+        return limit is not None and time.time() - begin > limit * 60
 
     adapter.session.vote(DURATION, over)
     stock_decide, stock_evaluate = training.checkpoint_and_decide_exit, training.evaluate

@@ -16,7 +16,6 @@ from megatron_recover import devices
 from megatron_recover.collectives import runtime
 from megatron_recover.errors import UserError
 from megatron_recover.faults import FaultInjector, parse_faults
-from megatron_recover.leaving import leave_as_orphan
 from megatron_recover.megatron import arguments, replica_world, startup
 from megatron_recover.megatron.adapter import Adapter, get_adapter, set_adapter
 from megatron_recover.preflight import ScriptArguments, replica_size
@@ -59,7 +58,6 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
         min_replicas=config.min_replicas,
         injector=FaultInjector(faults, comms.rank, recorder.blackbox),
         observer=recorder,
-        on_orphaned=leave_as_orphan,
     )
     adapter = Adapter(session, config, recorder)
     set_adapter(adapter)

@@ -64,6 +64,6 @@ def install(rank: int, leads: Callable[[], bool]) -> None:
     log = None
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        log = open(Path(folder) / f"rank-{rank}.log", "a", buffering=1)
-    sys.stdout = LeaderStream(sys.stdout, leads, log)  # type: ignore[assignment]
-    sys.stderr = LeaderStream(sys.stderr, leads, log)  # type: ignore[assignment]
+        log = open(Path(folder) / f"rank-{rank}.log", "a", buffering=1)  # noqa: SIM115  (as long as the process)
+    sys.stdout = LeaderStream(sys.stdout, leads, log)
+    sys.stderr = LeaderStream(sys.stderr, leads, log)

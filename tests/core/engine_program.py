@@ -67,7 +67,7 @@ def main() -> None:
                 array += np.float32(sum(j + 1 for j in todo) * iteration)
             tasks = []
             for index, array in enumerate(local):
-                task = Reduction(lambda array=array: array, np.empty_like(array), lambda index=index: die("reduce", index))
+                task = Reduction(lambda a=array: a, np.empty_like(array), lambda i=index: die("reduce", i))
                 tasks.append((task, engine.all_reduce(task, epoch)))
             die("exchange")
             payload = json.dumps({"ids": done, "fill": "x" * (iteration * 1500 * (comms.replica + 1))}).encode()

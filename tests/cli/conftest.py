@@ -1,0 +1,8 @@
+"""Makes tests/harness.py importable for the command-line tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,108 @@
+"""The public core with a tiny PyTorch model, without Megatron. argv[1] is JSON: see ``JOB``.
+
+Prints per rank: losses of all iterations, a hash of the parameters, who is alive, what was redone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from megatron_recover.faults import FaultInjector, parse_faults
+from megatron_recover.recovery import Bucket
+from megatron_recover.session import Iteration, Session, Silent
+
+JOB: dict[str, Any] = {
+    "replica_size": 1,
+    "iterations": 6,
+    "microbatches": 7,
+    "policy": "balanced",
+    "min_replicas": 1,
+    "inject": [],
+    "dtype": "float32",
+    "overlap": False,
+    "wrong": "",
+}
+
+
+class Keep(Silent):
+    """Keeps what was redone."""
+
+    def __init__(self) -> None:
+        self.redone = 0
+
+    def committed(self, iteration: Iteration) -> None:
+        self.redone += iteration.redone
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = JOB | json.loads(sys.argv[1])
+    keep = Keep()
+    session = Session.start(
+        job["replica_size"],
+        policy=job["policy"],
+        min_replicas=job["min_replicas"],
+        injector=FaultInjector(parse_faults(job["inject"], None), int(_world_rank())),
+        observer=keep,
+    )
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    model.to(getattr(torch, job["dtype"]))
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    total = job["microbatches"]
+    losses: list[list[float]] = []
+    for step in range(1, job["iterations"] + 1):
+        optimizer.zero_grad(set_to_none=False)
+        buckets = [Bucket(f"parameter {n}", p.grad) for n, p in enumerate(reversed(parameters)) if p.grad is not None]
+        iteration = session.iteration(step, total, buckets)
+        count = 0
+        for current in iteration.rounds():
+            for place, microbatch in enumerate(current.ids):
+                generator = torch.Generator().manual_seed(1000 * step + microbatch)
+                inputs = torch.randn(4, 8, generator=generator).to(parameters[0].dtype)
+                session.at("forward", count)
+                loss = ((model(inputs) - inputs.sum(1, keepdim=True)) ** 2).mean() / total
+                session.at("backward", count)
+                loss.backward()
+                iteration.record(microbatch, loss.item())
+                iteration.add("samples", 4)
+                count += 1
+                if job["overlap"] and place == len(current.ids) - 1:
+                    for index in reversed(range(len(buckets))):  # not in order: the ledger has to sort it out
+                        iteration.bucket_ready(index)
+            if job["wrong"] == f"forget {session.rank} {step}":
+                iteration._records.clear()
+                iteration.plan = session.policy.assign(total, session.alive[:-1])
+        session.at("optimizer")
+        if job["wrong"] == f"drift {session.rank} {step}":
+            session.fingerprint = ("drifted",)
+        assert iteration.sums["samples"] == 4 * total
+        losses.append([float(value) for value in iteration.results])
+        optimizer.step()
+    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in parameters])
+    result = {
+        "rank": session.rank,
+        "losses": losses,
+        "parameters": flat.numpy().tobytes().hex()[:4000],
+        "alive": list(session.alive),
+        "redone": keep.redone,
+        "leader": session.leader,
+    }
+    print("RESULT " + json.dumps(result), flush=True)
+    session.close()
+
+
+def _world_rank() -> str:
+    import os
+
+    return os.environ["OMPI_COMM_WORLD_RANK"]
+
+
+main()
