@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 
+from megatron_recover.errors import UserError
 from megatron_recover.megatron.adapter import Adapter
 
 
@@ -55,9 +56,28 @@ def install(adapter: Adapter) -> None:
         for iterator in iterators_of(data_iterator):
             iterator.skip(get_num_microbatches())
 
+    _refuse_empty_splits()
     training.build_pretraining_data_loader = build_pretraining_data_loader
     training.RerunDataIterator = wrap
     training.dummy_train_step = dummy_train_step
+
+
+def _refuse_empty_splits() -> None:
+    """Megatron looks for ever for samples in a split that got no document at all."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    stock = GPTDataset._get_num_epochs
+
+    @functools.wraps(stock)
+    def _get_num_epochs(self: Any, num_tokens_per_epoch: int) -> int:
+        if num_tokens_per_epoch == 0:
+            raise UserError(
+                f"the {self.index_split.name} split of the data has no document: give it a share of 0 or a larger one "
+                "with --split, for example --split 95,5,0."
+            )
+        return int(stock(self, num_tokens_per_epoch))
+
+    GPTDataset._get_num_epochs = _get_num_epochs
 
 
 def iterators_of(data_iterator: Any) -> list[AddressedIterator]:
