@@ -51,6 +51,19 @@ def leave_as_orphan() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def give_up() -> None:
+    """Ends the job because a repair did not come to its end. Does not return.
+
+    The non-zero exit code takes the other ranks down, which is what is wanted here: the next start resumes
+    from the last checkpoint.
+    """
+    reason = "a repair did not come to its end before the deadline; resume from the last checkpoint"
+    print(f"megatron_recover: {reason}", file=sys.__stderr__, flush=True)
+    write_status(ExitCode.GAVE_UP, reason)
+    end_children()
+    os._exit(ExitCode.GAVE_UP)
+
+
 def end_together(code: int) -> None:
     """Ends a process after all living ranks have agreed to end. Does not return.
 

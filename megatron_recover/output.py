@@ -10,7 +10,10 @@ from typing import IO
 
 _RULE = b"-" * 74
 _SORRY = b"Sorry!  You were supposed to get help about:"
-_NOISE = (b"OPAL ERROR: Attempt to redefine an existing data type",)  # after a failure, harmless
+_NOISE = (  # after a failure, harmless
+    b"OPAL ERROR: Attempt to redefine an existing data type",
+    b"NBC_Progress: an error ",
+)
 _MAX_BLOCK_LINES = 15
 _HOLD_S = 0.2
 

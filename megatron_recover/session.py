@@ -25,7 +25,7 @@ from megatron_recover.collectives.repair import Repair
 from megatron_recover.collectives.runtime import Communicators
 from megatron_recover.errors import RecoverError, ReplicasDiffer, TooFewReplicas
 from megatron_recover.faults import Fault, FaultInjector
-from megatron_recover.leaving import leave_as_orphan
+from megatron_recover.leaving import give_up, leave_as_orphan
 from megatron_recover.recovery import Bucket, BucketLedger, Contribution, check_contributions
 from megatron_recover.workload import Plan, Policy, get_policy
 
@@ -47,6 +47,9 @@ class Observer(Protocol):
     def leader_changed(self, leader: int, iteration: int) -> None:
         """Another replica leads from here on (training thread of every rank)."""
 
+    def agreed(self) -> None:
+        """All living ranks have come to an agreement (training thread; after ``leader_changed``)."""
+
     def finished(self, exit_code: int, reason: str) -> None:
         """The job ends (training thread of the leader's first rank)."""
 
@@ -58,6 +61,7 @@ class Silent:
     def repaired(self, report: Repair) -> None: ...
     def committed(self, iteration: Iteration) -> None: ...
     def leader_changed(self, leader: int, iteration: int) -> None: ...
+    def agreed(self) -> None: ...
     def finished(self, exit_code: int, reason: str) -> None: ...
 
 
@@ -109,7 +113,9 @@ class Session:
         """What must be the same on all ranks of this coordinate at the next commit."""
         self._voters: dict[str, Callable[[], bool]] = {}
         self._injector = injector or FaultInjector((), self.rank)
-        self.engine = Engine(comms, on_repair=self.observer.repaired, on_orphaned=on_orphaned)
+        self.engine = Engine(
+            comms, on_repair=self.observer.repaired, on_orphaned=on_orphaned, on_give_up=give_up
+        )
         self.epoch = self.engine.epoch
         self.alive = self.engine.alive
         self.engine.start()
@@ -185,6 +191,7 @@ class Session:
             self.decisions[name] = bool(attempt.votes >> bit & 1)
         if self.leader != before:
             self.observer.leader_changed(self.leader, self.current_iteration)
+        self.observer.agreed()
         if check and attempt.votes & 1 and not differ:
             raise ReplicasDiffer("another rank found replicas that differ; its message is in the log")
         if check and len(self.alive) < self.min_replicas:

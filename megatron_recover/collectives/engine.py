@@ -81,6 +81,7 @@ class Engine:
         comms: from ``runtime.start``.
         on_repair: called on the engine thread after each repair, before any operation of the new epoch.
         on_orphaned: called on the engine thread when this process has to leave; must not return.
+        on_give_up: called when a repair did not end before its deadline; must end the process.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Engine:
         *,
         on_repair: Callable[[Repair], None] = lambda report: None,
         on_orphaned: Callable[[], None] = lambda: os._exit(0),
+        on_give_up: Callable[[], None] = lambda: os._exit(1),
         repair_deadline_s: float = REPAIR_DEADLINE_S,
     ) -> None:
         self.comms = comms
@@ -96,6 +98,7 @@ class Engine:
         self.alive: tuple[int, ...] = tuple(range(comms.layout.num_replicas))
         self._on_repair = on_repair
         self._on_orphaned = on_orphaned
+        self._on_give_up = on_give_up
         self._repair_deadline_s = repair_deadline_s
         self._exchange = Exchange()
         self._wakeup = threading.Condition()
@@ -271,7 +274,7 @@ class Engine:
         """A failure seen outside an agreement: wake the others and enter the next agreement with a no."""
         self._noticed_at = time.time()
         revoke(self.comms)
-        with deadline(self._repair_deadline_s):
+        with deadline(self._repair_deadline_s, self._on_give_up):
             self._agree(0)
         self._repair()
 
@@ -282,6 +285,7 @@ class Engine:
             noticed_at=self._noticed_at or time.time(),
             heartbeat=self._progress,
             deadline_s=self._repair_deadline_s,
+            give_up=self._on_give_up,
         )
         self._noticed_at = 0.0
         # A gather that failed may have grown the slots on some members only: all start again alike.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,12 +62,24 @@ def revoke(comms: Communicators) -> None:
 
 
 @contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Last resort: past ``seconds`` all stacks go to stderr and the process ends (no GIL needed)."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+def deadline(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """Last resort: past ``seconds`` all stacks go to stderr and ``give_up`` ends the process.
+
+    Should even that not run (the GIL is held), faulthandler's own thread ends the process a little later.
+    """
+
+    def expire() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        give_up()
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 10, exit=True)
     try:
         yield
     finally:
+        timer.cancel()
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -118,6 +131,7 @@ def repair(
     noticed_at: float,
     heartbeat: Callable[[], None],
     deadline_s: float,
+    give_up: Callable[[], None],
 ) -> Repair:
     """Replaces ``comms.world`` and ``comms.cross`` by ones in which every replica is whole.
 
@@ -129,6 +143,7 @@ def repair(
         noticed_at: wall time at which the failure was noticed here.
         heartbeat: called while waiting, drives MPI's progress.
         deadline_s: past this the process dumps its stacks and ends.
+        give_up: ends the process then.
 
     Raises:
         Orphaned: this process belongs to a replica that lost a member.
@@ -137,7 +152,7 @@ def repair(
 
     before = set(membership.members(comms.world, comms.start))
     settled = 0.0
-    with deadline(deadline_s):
+    with deadline(deadline_s, give_up):
         while True:
             revoke(comms)
             settled += settle(comms, heartbeat)

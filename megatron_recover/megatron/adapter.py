@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_recover.megatron.arguments import RecoverConfig
 from megatron_recover.session import Iteration, Session
+from megatron_recover.telemetry.metrics import MetricsWriter
 from megatron_recover.telemetry.recorder import Recorder
 
 
@@ -36,6 +37,10 @@ class Adapter:
         self.scheduler: Any = None
         self.floating_point_operations = 0.0
         self.on_leader_change: list[Callable[[], None]] = []
+        self.on_agreement: list[Callable[[], None]] = []
+        self.metrics: MetricsWriter | None = None
+        self.completed = 0
+        """Iterations whose optimizer step is done."""
 
     def at(self, phase: str, index: int = 0) -> None:
         """Marks a phase for telemetry and failure injection."""
@@ -44,6 +49,11 @@ class Adapter:
     def leader_changed(self) -> None:
         """Another replica leads: whoever has to open or close something does it now."""
         for react in self.on_leader_change:
+            react()
+
+    def agreed(self) -> None:
+        """All living ranks have come to an agreement."""
+        for react in self.on_agreement:
             react()
 
 

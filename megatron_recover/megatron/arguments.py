@@ -16,8 +16,7 @@ from typing import Any
 from megatron_recover import devices
 from megatron_recover.errors import UserError
 from megatron_recover.megatron import cpu_flags, support
-
-POLICIES = ("balanced", "recover")
+from megatron_recover.workload import POLICIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
     comms = runtime.start(replica_size(ScriptArguments(argv)))
     faults = parse_faults(config.inject, comms.layout.num_ranks)
     leading = [comms.replica == 0]
-    streams.install(comms.rank, lambda: leading[0])
+    printed = streams.install(comms.rank, lambda: leading[0])
     replica_world.prepare(comms)
     job_dir = os.environ.setdefault(
         "MEGATRON_RECOVER_JOB_DIR",
@@ -63,10 +63,15 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
     set_adapter(adapter)
 
     def follow_leader() -> None:
+        if session.is_leader and not leading[0]:
+            for stream in printed:
+                stream.hand_over()
         leading[0] = session.is_leader
 
     adapter.on_leader_change.append(follow_leader)
+    adapter.on_agreement += [stream.forget for stream in printed]
     recorder.on_leader_change = adapter.leader_changed
+    recorder.on_agreement = adapter.agreed
     recorder.started(config.policy, versions())
     startup.start(argv)
     _install_seams(adapter)

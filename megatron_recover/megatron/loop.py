@@ -12,11 +12,12 @@ from megatron_recover.megatron.fingerprint import hash_parameters
 
 
 def install(adapter: Adapter) -> None:
-    """Wraps ``train_step`` and the building of data sets."""
+    """Wraps ``train``, ``train_step`` and the building of data sets."""
     from megatron.training import get_args, training
 
     session = adapter.session
     stock_step = training.train_step
+    stock_train = training.train
     stock_build = training.build_train_valid_test_data_iterators
 
     @functools.wraps(stock_step)
@@ -29,25 +30,31 @@ def install(adapter: Adapter) -> None:
         *args: Any,
         **options: Any,
     ) -> Any:
-        adapter.model, adapter.optimizer, adapter.scheduler = model, optimizer, opt_param_scheduler
-        done = get_args().curr_iteration
+        if adapter.metrics is not None:
+            adapter.metrics.start()
+        adapter.completed = get_args().curr_iteration
         interval = adapter.config.check_replicas_interval
-        if interval and done % interval == 0:
+        if interval and (adapter.optimizer is None or adapter.completed % interval == 0):
             session.fingerprint = (*session.fingerprint, "parameters", hash_parameters(model))
+        adapter.model, adapter.optimizer, adapter.scheduler = model, optimizer, opt_param_scheduler
+        result = stock_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **options)
+        adapter.completed += 1
+        session.fingerprint = ("gradient norm", _exact(result[5]))
+        return result
+
+    @functools.wraps(stock_train)
+    def train(*args: Any, **options: Any) -> Any:
         try:
-            result = stock_step(
-                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **options
-            )
+            return stock_train(*args, **options)
         except TooFewReplicas as error:
-            # The optimizer has not stepped: parameters and counters are those after `done` iterations.
-            if checkpoint.save_now(adapter, done):
+            # Raised by all ranks at the same agreement, before the optimizer step or in evaluation: parameters and
+            # counters are those after `completed` iterations.
+            if checkpoint.save_now(adapter, adapter.completed):
                 raise TooFewReplicas(
-                    f"{error}; the state after iteration {done} is saved in {get_args().save}: "
+                    f"{error}; the state after iteration {adapter.completed} is saved in {get_args().save}: "
                     "start again with --load on the replicas that are left"
                 ) from None
             raise TooFewReplicas(f"{error}; nothing is saved because --save is not set") from None
-        session.fingerprint = ("gradient norm", _exact(result[5]))
-        return result
 
     @functools.wraps(stock_build)
     def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:
@@ -72,6 +79,7 @@ def install(adapter: Adapter) -> None:
             ) from error
 
     training.train_step = train_step
+    training.train = train
     training.build_train_valid_test_data_iterators = build_train_valid_test_data_iterators
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_recover.megatron.adapter import Adapter
 from megatron_recover.telemetry.metrics import MetricsWriter
+from megatron_recover.telemetry.replay import ReplayWriter, forget, replay
 
 
 def install(adapter: Adapter) -> None:
@@ -19,29 +20,57 @@ def install(adapter: Adapter) -> None:
 def _writers(adapter: Adapter) -> None:
     from megatron.training import global_vars
 
-    waiting: dict[str, Callable[[], None]] = {}
+    waiting: dict[str, tuple[Callable[[], None], ReplayWriter]] = {}
 
-    def by_leader(name: str) -> None:
-        stock = getattr(global_vars, name)
+    def by_leader(opener: str, holder: str, flag: str) -> None:
+        stock = getattr(global_vars, opener)
 
         @functools.wraps(stock)
         def open_writer(args: Any) -> None:
             if adapter.session.is_leader:
                 stock(args)
-            else:
-                waiting[name] = lambda: stock(args)
+            elif getattr(args, flag, None) and args.rank == args.world_size - 1:
+                stand_in = ReplayWriter()
+                setattr(global_vars, holder, stand_in)
+                waiting[holder] = (lambda: stock(args)), stand_in
 
-        setattr(global_vars, name, open_writer)
+        setattr(global_vars, opener, open_writer)
 
-    for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
-        by_leader(name)
+    by_leader("_set_tensorboard_writer", "_GLOBAL_TENSORBOARD_WRITER", "tensorboard_dir")
+    by_leader("_set_wandb_writer", "_GLOBAL_WANDB_WRITER", "wandb_project")
+    _no_one_logger(adapter)
 
     def take_over() -> None:
-        for open_late in waiting.values():
+        if not adapter.session.is_leader:
+            return
+        for holder, (open_late, stand_in) in waiting.items():
+            setattr(global_vars, holder, None)
             open_late()
+            writer = getattr(global_vars, holder)
+            if writer is not None:
+                replay(stand_in, writer)
         waiting.clear()
 
+    def forget_all() -> None:
+        for _, stand_in in waiting.values():
+            forget(stand_in)
+
     adapter.on_leader_change.append(take_over)
+    adapter.on_agreement.append(forget_all)
+
+
+def _no_one_logger(adapter: Adapter) -> None:
+    """NVIDIA's internal logger is opened by the first leader only; it cannot be taken over."""
+    from megatron.training import global_vars
+
+    stock = global_vars._set_one_logger
+
+    @functools.wraps(stock)
+    def open_logger(args: Any) -> None:
+        if adapter.session.is_leader:
+            stock(args)
+
+    global_vars._set_one_logger = open_logger
 
 
 def _training_log(adapter: Adapter) -> None:
@@ -71,3 +100,4 @@ def _training_log(adapter: Adapter) -> None:
         return result
 
     training.training_log = training_log
+    adapter.metrics = metrics

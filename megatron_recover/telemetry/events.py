@@ -148,7 +148,7 @@ class EventLog:
                     "time": time.time(),
                     "iteration": iteration,
                     "epoch": epoch,
-                    **fields,
+                    **fields,  # may bring the time at which it happened
                 }
                 self._append(json.dumps(_plain(record)).encode() + b"\n")
             except Exception as error:  # a full disk, a quota, a lost file system: not training's business

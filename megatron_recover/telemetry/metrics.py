@@ -32,16 +32,22 @@ class MetricsWriter:
         self._wandb = wandb
         self._totals = totals
         self._before = Totals()
-        self._last_time = time.monotonic()
+        self._last_time: float | None = None
         self._tokens = 0
+
+    def start(self) -> None:
+        """Training begins: what came before does not count in tokens per second. A second call does nothing."""
+        if self._last_time is None:
+            self._last_time = time.monotonic()
 
     def log(self, iteration: int, session: _Membership, *, tokens: int, write: bool) -> None:
         """Adds an iteration of ``tokens`` tokens; writes what came since the last point when ``write``."""
+        self.start()
         self._tokens += tokens
         if not write:
             return
         now, totals = time.monotonic(), self._totals
-        speed = self._tokens / max(now - self._last_time, 1e-9)
+        speed = self._tokens / max(now - (self._last_time or now), 1e-9)
         living = len(session.alive) * session.layout.replica_size
         point = {
             "recover/alive_replicas": len(session.alive),

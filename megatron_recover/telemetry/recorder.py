@@ -54,6 +54,8 @@ class Recorder:
         self.totals = Totals()
         self.on_leader_change: Callable[[], None] = lambda: None
         """Called on every rank, in the training thread, when another replica leads."""
+        self.on_agreement: Callable[[], None] = lambda: None
+        """Called on every rank, in the training thread, after each agreement."""
 
     @property
     def _writes(self) -> bool:
@@ -95,8 +97,9 @@ class Recorder:
         if led_before != self._leader:
             for iteration, missed in self._unwritten(report.epoch):
                 self._write_repair(iteration, missed)
-            self._write(events.TAKEOVER, leader=self._leader)
         self._write_repair(self._iteration, report)
+        if led_before != self._leader:
+            self._write(events.TAKEOVER, leader=self._leader)
 
     def committed(self, iteration: Iteration) -> None:
         """Observer: an iteration is committed (training thread)."""
@@ -107,7 +110,7 @@ class Recorder:
             say(
                 f"iteration {iteration.number}{' (evaluation)' if iteration.phase == 'eval' else ''} complete after "
                 f"{iteration.round.number} rounds: {iteration.redone} of {iteration.num_microbatches} microbatches "
-                f"redone by the {len(alive)} replicas that are left"
+                f"redone by the {_count(len(alive), 'replica')} left"
             )
 
     def leader_changed(self, leader: int, iteration: int) -> None:
@@ -115,6 +118,10 @@ class Recorder:
         self.on_leader_change()
         if self._writes:
             say(f"replica {leader} leads from here on: it prints and saves")
+
+    def agreed(self) -> None:
+        """Observer: all ranks have come to an agreement."""
+        self.on_agreement()
 
     def finished(self, exit_code: int, reason: str) -> None:
         """The job ends."""
@@ -128,9 +135,15 @@ class Recorder:
         if self._path is None:
             return []
         try:
-            written = {event["epoch"] for event in read_events(self._path) if event["event"] == events.REPAIR}
+            before = read_events(self._path)
         except OSError:
-            written = set()
+            before = []
+        written: set[int] = set()
+        for event in before:
+            if event["event"] == events.START:  # of an earlier job, whose epochs are others
+                written.clear()
+            elif event["event"] == events.REPAIR:
+                written.add(event["epoch"])
         return [(at, one) for at, one in self._repaired if one.epoch < epoch and one.epoch not in written]
 
     def _write_repair(self, iteration: int, report: Repair) -> None:
@@ -150,6 +163,7 @@ class Recorder:
             phase=first.phase if first else None,
             index=first.index if first and first.index >= 0 else None,
             detect_ms=detect_ms,
+            time=report.noticed_at,
         )
         self._log.write(
             events.REPAIR,
@@ -166,8 +180,8 @@ class Recorder:
             f"iteration {iteration}: lost rank {_list(ranks)} on {_list(hosts)}{where}, and with it replica "
             f"{_list(report.replicas_lost)}; "
             + (f"noticed after {detect_ms:.0f} ms, " if detect_ms is not None else "")
-            + f"repaired in {report.repair_s * 1e3:.0f} ms; {len(report.alive)} of {self._layout.num_replicas} "
-            f"replicas go on (epoch {report.epoch})"
+            + f"repaired in {report.repair_s * 1e3:.0f} ms; {len(report.alive)} of "
+            f"{_count(self._layout.num_replicas, 'replica')} left (epoch {report.epoch})"
         )
 
     def _read(self, rank: int) -> Snapshot | None:
@@ -176,6 +190,10 @@ class Recorder:
 
 def _list(values: Any) -> str:
     return ", ".join(str(value) for value in values)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def _where(box: Snapshot | None) -> str:

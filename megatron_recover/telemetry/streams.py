@@ -16,18 +16,36 @@ LOG_DIR = "MEGATRON_RECOVER_LOG_DIR"
 """Environment variable: a directory in which every rank keeps all it prints, in ``rank-N.log``."""
 
 
+_KEEP = 1000
+"""Writes that a rank which does not lead keeps, in case that it has to print them (see ``replay``)."""
+
+
 class LeaderStream:
-    """Passes on to ``target`` while ``leads()``; always copies to ``log`` if there is one."""
+    """Passes on to ``target`` while ``leads()``, keeps it otherwise; always copies to ``log`` if there is one."""
 
     def __init__(self, target: TextIO, leads: Callable[[], bool], log: TextIO | None) -> None:
         self._target, self._leads, self._log = target, leads, log
+        self._kept: list[str] = []
 
     def write(self, text: str) -> int:
         if self._log is not None:
             self._log.write(text)
         if self._leads():
             self._target.write(text)
+        else:
+            self._kept.append(text)
+            if len(self._kept) > _KEEP:
+                del self._kept[0]
         return len(text)
+
+    def forget(self) -> None:
+        """All ranks have agreed, so the leader has printed what this rank kept."""
+        self._kept.clear()
+
+    def hand_over(self) -> None:
+        """This rank leads now: what the lost leader may not have printed is printed here."""
+        self._target.write("".join(self._kept))
+        self._kept.clear()
 
     def announce(self, text: str) -> None:
         """Writes whoever leads: for what a rank has to say on behalf of the job."""
@@ -58,12 +76,13 @@ def say(message: str) -> None:
         sys.stdout.flush()
 
 
-def install(rank: int, leads: Callable[[], bool]) -> None:
+def install(rank: int, leads: Callable[[], bool]) -> list[LeaderStream]:
     """Replaces ``sys.stdout`` and ``sys.stderr``; ``sys.__stderr__`` stays open for last words."""
     folder = os.environ.get(LOG_DIR)
     log = None
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         log = open(Path(folder) / f"rank-{rank}.log", "a", buffering=1)  # noqa: SIM115  (as long as the process)
-    sys.stdout = LeaderStream(sys.stdout, leads, log)
-    sys.stderr = LeaderStream(sys.stderr, leads, log)
+    out, err = LeaderStream(sys.stdout, leads, log), LeaderStream(sys.stderr, leads, log)
+    sys.stdout, sys.stderr = out, err
+    return [out, err]

@@ -20,8 +20,8 @@ MODEL = (
     "--position-embedding-type rope --init-method-std 0.08 --micro-batch-size 2 --global-batch-size 16 "
     "--lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 20 --attention-dropout 0 --hidden-dropout 0 "
     "--eval-iters 0 --eval-interval 1000 --num-workers 0 --log-interval 1 --recover-device cpu "
-    "--ddp-bucket-size 40000"
-).split()
+    "--ddp-bucket-size 10000"
+)
 
 LAYOUTS = {
     "dp4": (4, 1, ""),
@@ -81,7 +81,7 @@ def vanilla(num_ranks: int, flags: str = "", *, iterations: int = 12) -> Curve:
 
 @functools.cache
 def _vanilla(num_ranks: int, flags: str, iterations: int) -> Curve:
-    words = [*MODEL, *data_flags(), "--train-iters", str(iterations), *flags.split()]
+    words = [*MODEL.split(), *data_flags(), "--train-iters", str(iterations), *flags.split()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = run([*torchrun, SCRIPT, *words], timeout=TIMEOUT)
     assert done.code == 0, done.explain()
@@ -101,7 +101,7 @@ def recover(
     """A run with --recover under the launcher; replicas are compared bit by bit in every iteration."""
     with tempfile.TemporaryDirectory(prefix="recover-events-") as folder:
         events = Path(folder) / "events.jsonl"
-        words = [*MODEL, *data_flags(), "--train-iters", str(iterations), "--recover"]
+        words = [*MODEL.split(), *data_flags(), "--train-iters", str(iterations), "--recover"]
         words += ["--recover-events", str(events), "--recover-check-replicas-interval", "1", *flags.split()]
         for spec in inject:
             words += ["--recover-inject", spec]

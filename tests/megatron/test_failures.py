@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from job import LAYOUTS, assert_same_curve, assert_survived, recover, vanilla
 from matrix import ITERATION, PHASES, Cell, cells, in_slice
 
+from job import LAYOUTS, assert_same_curve, assert_survived, recover, vanilla
 from megatron_recover.errors import ExitCode
 
 ITERATIONS = 8
