@@ -7,39 +7,36 @@ twice (the old leader may have got so far), but none is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
+
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class ReplayWriter:
-    """Stands in for a TensorBoard or wandb writer: any method may be called, and is remembered."""
+    """Stands in for a TensorBoard or wandb writer: anything may be called (``x.log``, ``x.config.update``), and is
+    remembered. Nothing is returned."""
 
-    def __init__(self) -> None:
-        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    def __init__(self, path: str = "", calls: list[_Call] | None = None) -> None:
+        self._path = path
+        self._calls: list[_Call] = [] if calls is None else calls
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> ReplayWriter:
         if name.startswith("__"):
             raise AttributeError(name)
+        return ReplayWriter(f"{self._path}.{name}" if self._path else name, self._calls)
 
-        def remember(*args: Any, **options: Any) -> None:
-            self._calls.append((name, args, options))
-
-        return remember
-
-    def _forget(self) -> None:
-        self._calls.clear()
-
-    def _replay(self, writer: Any) -> None:
-        for name, args, options in self._calls:
-            getattr(writer, name)(*args, **options)
-        self._calls.clear()
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self._calls.append((self._path, args, options))
 
 
 def forget(writer: ReplayWriter) -> None:
     """All ranks have agreed: nothing of it is needed any more."""
-    writer._forget()
+    writer._calls.clear()
 
 
 def replay(source: ReplayWriter, writer: Any) -> None:
     """Makes the remembered calls on a real writer."""
-    source._replay(writer)
+    for path, args, options in source._calls:
+        attrgetter(path)(writer)(*args, **options)
+    source._calls.clear()

@@ -45,10 +45,13 @@ class Cell:
 
     @property
     def victim(self) -> int:
-        """A rank of replica 0 or 1. Only the leader is in the middle of a save; data is read by rank 0 of it."""
+        """A rank of replica 0 or 1: its first where only that one has what the phase needs, else its last.
+
+        (Megatron cuts gradients into buckets on the first pipeline stage only.)
+        """
         num_ranks, size, _ = LAYOUTS[self.layout]
         first = 0 if self.leader else size
-        inside = 0 if self.phase in ("data", "save") else size - 1
+        inside = 0 if self.phase in ("data", "save", "reduce") else size - 1
         return min(first + inside, num_ranks - 1)
 
     @property

@@ -79,8 +79,8 @@ def test_loggers_go_on_with_the_next_leader(tmp_path: Path) -> None:
 
 def test_checkpoints_are_ordinary_and_load_on_any_number_of_replicas(tmp_path: Path) -> None:
     """Saved by 3 replicas (the leader dies in the middle of the save), loaded by 2, and by vanilla."""
-    save = f"--save {tmp_path} --save-interval 4"
-    first = recover(3, save, iterations=4, inject=["kill:rank=0,iteration=4,phase=save"])
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
+    first = recover(3, save, iterations=8, inject=["kill:rank=0,iteration=4,phase=save"])
     assert_survived(first, vanilla(1), iterations=4, lost=[0])
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     load = f"--load {tmp_path}"
