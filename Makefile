@@ -24,7 +24,8 @@ test: lint  ## lint, the fast tests and the pairwise part of the failure matrix 
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-all: lint  ## everything, with the whole failure matrix
-	@$(BIN)/python -m pytest $(ARGS)
+	@mkdir -p runs
+	@$(BIN)/python -m pytest --junitxml runs/test-all.xml $(ARGS)
 
 lint: venv  ## ruff and mypy
 	@$(BIN)/ruff check --quiet --output-format concise .

@@ -17,7 +17,7 @@ ITERATIONS = 8
     "cell",
     [pytest.param(cell, id=cell.name, marks=[] if in_slice(cell) else [pytest.mark.slow]) for cell in cells()],
 )
-def test_one_rank_killed(cell: Cell, tmp_path: Path) -> None:
+def test_one_rank_killed(cell: Cell, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     num_ranks, size, flags = LAYOUTS[cell.layout]
     curve = recover(num_ranks, f"{cell.flags} --save {tmp_path}", iterations=ITERATIONS, inject=[cell.spec])
     # One replica without a failure is vanilla Megatron; that vanilla does not depend on the number of
@@ -28,6 +28,13 @@ def test_one_rank_killed(cell: Cell, tmp_path: Path) -> None:
     assert cell.victim in failure["ranks"]
     assert failure["phase"] == cell.phase
     assert failure["detect_ms"] >= 0
+    (repair,) = curve.of("repair")
+    for name in ("layout", "phase", "overlap", "policy", "leader"):  # for the table of docs/reliability.md
+        record_property(name, getattr(cell, name))
+    record_property("detect_ms", failure["detect_ms"])
+    record_property("repair_ms", repair["repair_ms"])
+    differences = [abs(loss - reference.losses[n]) / reference.losses[n] for n, loss in curve.losses.items()]
+    record_property("largest_relative_difference", max(differences))
     # What a phase after the commit loses is noticed at once, or in the next iteration.
     assert ITERATION <= failure["iteration"] <= ITERATION + 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,35 @@ def test_per_token_loss() -> None:
     flags = "--calculate-per-token-loss"
     curve = recover(3, flags, iterations=5, inject=["kill:rank=0,iteration=3,phase=forward,microbatch=1"])
     assert_survived(curve, vanilla(1, flags), iterations=5, lost=[0])
+
+
+def test_a_signal_to_one_rank_ends_all_replicas_in_the_same_iteration(tmp_path: Path) -> None:
+    flags = f"--exit-signal-handler --save {tmp_path} --save-interval 1000"
+    curve = recover(2, flags, iterations=300, script=str(Path(__file__).with_name("signal_program.py")))
+    last = max(curve.losses)
+    assert 3 <= last < 300
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert curve.of("finish")[-1]["exit_code"] == 0
+    assert not curve.of("failure")
+
+
+@pytest.mark.slow
+def test_a_time_limit_ends_all_replicas_in_the_same_iteration(tmp_path: Path) -> None:
+    flags = f"--exit-duration-in-mins 0.0001 --save {tmp_path} --save-interval 1000"
+    curve = recover(2, flags, iterations=300)
+    last = max(curve.losses)
+    assert last < 300
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert not curve.of("failure")
+
+
+def test_two_jobs_that_were_given_the_same_port(tmp_path: Path) -> None:
+    """Every replica takes a port of its own, so MASTER_PORT from the environment cannot collide."""
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(recover, 2, TP2, iterations=3, env={"MASTER_PORT": "29500"}) for _ in range(2)]
+        first, second = (job.result() for job in jobs)
+    assert first.losses == second.losses
+    assert len(first.losses) == 3
 
 
 def test_what_is_not_supported_is_refused_with_its_flag(tmp_path: Path) -> None:
