@@ -15,6 +15,7 @@ Nothing in here knows Megatron.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -113,9 +114,9 @@ class Session:
         """What must be the same on all ranks of this coordinate at the next commit."""
         self._voters: dict[str, Callable[[], bool]] = {}
         self._injector = injector or FaultInjector((), self.rank)
-        self.engine = Engine(
-            comms, on_repair=self.observer.repaired, on_orphaned=on_orphaned, on_give_up=give_up
-        )
+        self._closing = False
+        self._leave_as_orphan = on_orphaned
+        self.engine = Engine(comms, on_repair=self._repaired, on_orphaned=self._orphaned, on_give_up=give_up)
         self.epoch = self.engine.epoch
         self.alive = self.engine.alive
         self.engine.start()
@@ -231,9 +232,20 @@ class Session:
 
     def close(self) -> None:
         """Waits for all living ranks, then stops looking for failures. After it, leave with os._exit(0)."""
+        # Some learn a moment earlier than others that all have come, and leave: that is no failure.
+        self._closing = True
         self.agree(check=False)
         self.engine.close()
         Session._current = None
+
+    def _repaired(self, report: Repair) -> None:
+        if not self._closing:
+            self.observer.repaired(report)
+
+    def _orphaned(self) -> None:
+        if self._closing:
+            os._exit(0)
+        self._leave_as_orphan()
 
 
 class Iteration:

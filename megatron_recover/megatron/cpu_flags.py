@@ -23,6 +23,12 @@ DEFAULTS: tuple[tuple[str, str, Any], ...] = (
 )
 """(flag, attribute, value) of what is set for the user."""
 
+
+def as_written(flag: str, value: Any) -> str:
+    """The flag as one would write it on a command line: switches have no value."""
+    return flag if isinstance(value, bool) else f"{flag} {value}"
+
+
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1, "leave it out"),
     ("--fp8-format", lambda args: args.fp8 is not None, "use --bf16 or leave it out"),
@@ -50,9 +56,10 @@ def check(args: argparse.Namespace) -> None:
         # A flag of a newer Megatron that is gone cannot contradict anything.
         given = getattr(args, attribute, value)
         if given != value:
+            given_text = "" if isinstance(given, bool) else f" {given}"
             raise UserError(
-                f"{flag} {given} cannot run with --recover-device cpu: leave it out (it is set to {value} "
-                "there), or run on a GPU"
+                f"{flag}{given_text} cannot run with --recover-device cpu: leave it out "
+                f"(`{as_written(flag, value)}` is what a CPU needs, and is set there), or run on a GPU"
             )
     for flag, is_given, way_round in REFUSED:
         try:

@@ -74,6 +74,7 @@ def _no_one_logger(adapter: Adapter) -> None:
 
 
 def _training_log(adapter: Adapter) -> None:
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
     stock = training.training_log
@@ -94,7 +95,7 @@ def _training_log(adapter: Adapter) -> None:
         metrics.log(
             iteration,
             session,
-            tokens=settings.seq_length * settings.global_batch_size,
+            tokens=settings.seq_length * get_current_global_batch_size(),
             write=iteration % settings.tensorboard_log_interval == 0,
         )
         return result

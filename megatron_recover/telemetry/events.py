@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -48,7 +48,7 @@ class StartEvent(Event):
 
 
 class FailureEvent(Event):
-    """Ranks are dead. Written before the repair, by the leader of the survivors."""
+    """Ranks are dead. Written by the leader of the survivors together with the repair; ``time`` is the notice."""
 
     ranks: list[int]
     """Start ranks that died."""
@@ -188,8 +188,13 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
+    return parse_events(Path(path).read_text(encoding="utf-8", errors="replace").splitlines())
+
+
+def parse_events(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The events in lines of such a file, in order; a line that was cut off is left out."""
     events = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         try:
             event = json.loads(line)
         except ValueError:

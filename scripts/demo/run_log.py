@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_recover.errors import UserError
+from megatron_recover.telemetry import events as event_log
 
 _ITERATION = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+)\s*\|")
 _FIELD = re.compile(
@@ -100,15 +100,7 @@ def parse_log(lines: Iterable[str]) -> dict[int, Point]:
 
 def parse_events(lines: Iterable[str]) -> list[dict[str, Any]]:
     """The events in order of time. A line that a killed process left half written is passed over."""
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return sorted(events, key=lambda event: event.get("time", 0.0))
+    return sorted(event_log.parse_events(lines), key=lambda event: event.get("time", 0.0))
 
 
 def apply_events(run: Run, events: Iterable[dict[str, Any]]) -> None:
