@@ -24,6 +24,7 @@ REQUIREMENTS = [
     "matplotlib>=3.9,<4",
     "psutil>=6,<8",
     "xxhash>=3.5,<5",
+    "filelock>=3.16,<5",
 ]
 
 DEVELOPMENT = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
@@ -31,7 +32,13 @@ def install() -> None:
                 f"Megatron's dataset helper (helpers_cpp) is missing in {folder}: install a megatron-core "
                 "wheel that is built for this Python (pip install --force-reinstall megatron-core)"
             )
-        compile_helpers()
+        from filelock import FileLock
+
+        # The first rank of every replica comes here, and they would write the same file at once.
+        with FileLock(os.path.join(folder, "helpers_cpp.lock")):
+            importlib.invalidate_caches()
+            if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+                compile_helpers()
 
     compile_helpers_if_missing.checks_first = True  # type: ignore[attr-defined]
     utils.compile_helpers = compile_helpers_if_missing
