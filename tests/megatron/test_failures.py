@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from matrix import ITERATION, PHASES, Cell, cells, in_slice
+from failure_matrix import ITERATION, PHASES, Cell, cells, in_slice
+from training_runs import LAYOUTS, assert_same_curve, assert_survived, recover, vanilla
 
-from job import LAYOUTS, assert_same_curve, assert_survived, recover, vanilla
 from megatron_recover.errors import ExitCode
 
 ITERATIONS = 8

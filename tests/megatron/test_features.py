@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from job import assert_same_curve, assert_survived, recover, vanilla
+from training_runs import assert_same_curve, assert_survived, recover, vanilla
 
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2"
@@ -104,6 +103,22 @@ def test_bfloat16_gradient_buckets(kind: str) -> None:
 def test_sequence_parallel() -> None:
     flags = f"{TP2} --sequence-parallel --overlap-grad-reduce"
     curve = recover(4, flags, iterations=5, inject=["kill:rank=2,iteration=3,phase=reduce,bucket=1"])
+    assert_survived(curve, vanilla(2, flags), iterations=5, lost=[1])
+
+
+@pytest.mark.slow
+def test_distributed_optimizer_inside_the_replica() -> None:
+    flags = "--use-distributed-optimizer --overlap-grad-reduce"
+    curve = recover(3, flags, iterations=5, inject=["kill:rank=0,iteration=3,phase=reduce,bucket=1"])
+    assert_survived(curve, vanilla(1, flags), iterations=5, lost=[0])
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
+@pytest.mark.slow
+def test_two_shards_in_each_replica(flags: str) -> None:
+    curve = recover(
+        4, f"--recover-shards 2 {flags}", iterations=5, inject=["kill:rank=3,iteration=3,phase=backward,microbatch=1"]
+    )
     assert_survived(curve, vanilla(2, flags), iterations=5, lost=[1])
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from job import recover, vanilla
+from training_runs import recover, vanilla
 
 ITERATIONS = 20
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from job import LAYOUTS
+from training_runs import LAYOUTS
 
 PHASES = {
     "data": "microbatch=0",
