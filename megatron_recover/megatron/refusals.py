@@ -210,6 +210,13 @@ REFUSALS: tuple[Refusal, ...] = (
         LEAVE_OUT,
     ),
     Refusal(
+        "--num-experts with interleaved pipeline stages",
+        ("num_experts", "virtual_pipeline_model_parallel_size"),
+        lambda num_experts, virtual: bool(num_experts) and bool(virtual) and virtual > 1,
+        "shares are padded to what that schedule takes, and the padding would count in the router's statistics",
+        "use one pipeline stage per rank (leave --num-virtual-stages-per-pipeline-rank out)",
+    ),
+    Refusal(
         "--mtp-num-layers",
         ("mtp_num_layers",),
         _given,

@@ -65,6 +65,10 @@ ON: dict[str, dict[str, object]] = {
     "--moe-router-load-balancing-type quantile_balancing": {
         "moe_router_load_balancing_type": "quantile_balancing"
     },
+    "--num-experts with interleaved pipeline stages": {
+        "num_experts": 4,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
     "--experimental-attention-variant dsa": {"experimental_attention_variant": "dsa"},
     "--fp8-format with --fp8-recipe delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "--optimizer dist_muon, or --use-distributed-optimizer with muon, adaptive_muon or soap": {
