@@ -141,10 +141,10 @@ def test_a_signal_to_one_rank_ends_all_replicas_in_the_same_iteration(tmp_path: 
 
 @pytest.mark.slow
 def test_a_time_limit_ends_all_replicas_in_the_same_iteration(tmp_path: Path) -> None:
-    flags = f"--exit-duration-in-mins 0.0001 --save {tmp_path} --save-interval 1000"
-    curve = recover(2, flags, iterations=300)
+    flags = f"--exit-duration-in-mins 1 --save {tmp_path} --save-interval 100000"
+    curve = recover(2, flags, iterations=20000)
     last = max(curve.losses)
-    assert last < 300
+    assert last < 20000
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
     assert not curve.of("failure")
 
