@@ -115,7 +115,6 @@ class AddressedIterator(RerunDataIterator):
         self._first = first_sample
         self._size = micro_batch_size
         self._shard, self._num_shards = shard, num_shards
-        self._iteration: int | None = None
         self._total = 0
         self._units: collections.deque[int | None] = collections.deque()
         self._ahead = _ReadAhead(dataset, num_workers) if num_workers > 0 else None
@@ -123,7 +122,7 @@ class AddressedIterator(RerunDataIterator):
     def __iter__(self) -> AddressedIterator:
         return self
 
-    def begin(self, num_microbatches: int, iteration: int) -> None:
+    def begin(self, num_microbatches: int) -> None:
         """An iteration of ``num_microbatches`` units begins at the present position."""
         self._total = num_microbatches
         if self._ahead is not None:

@@ -51,7 +51,7 @@ def _forward_backward(adapter: Adapter, run: Callable[..., Any], **call: Any) ->
     adapter.model = call["model"] if isinstance(call["model"], list) else [call["model"]]
     iterators = iterators_of(call["data_iterator"])
     for iterator in iterators:
-        iterator.begin(total, number)
+        iterator.begin(total)
     if call.get("forward_only"):
         iteration = adapter.session.iteration(number, total, phase="eval")
         _run_rounds(adapter, iteration, run, call, iterators)
