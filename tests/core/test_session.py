@@ -40,8 +40,7 @@ def assert_on_the_failure_free_curve(results: list[dict[str, Any]], dtype: str =
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
-@pytest.mark.parametrize("policy", ["balanced", "recover"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("policy", "overlap"), [("balanced", False), ("recover", True)])
 def test_replicas_follow_one_replica(policy: str, overlap: bool) -> None:
     assert_on_the_failure_free_curve(run_session(3, policy=policy, overlap=overlap))
 

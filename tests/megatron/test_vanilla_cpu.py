@@ -6,7 +6,8 @@ import math
 import re
 import sys
 
-from tests.harness import REPOSITORY, run
+import pytest
+from harness import REPOSITORY, run
 
 SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
 GPT = (
@@ -27,6 +28,7 @@ def pretrain(*flags: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.slow  # test_no_failure and test_failures compare with vanilla runs of these layouts, too
 def test_layouts_train_alike() -> None:
     """Data parallel, and tensor plus sequence parallel: the same finite, falling losses."""
     losses, norms = pretrain()
