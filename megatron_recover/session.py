@@ -284,6 +284,19 @@ class Iteration:
         """The bucket's local gradient is final in this round: it may be reduced while backward goes on."""
         self._ledger.ready(index)
 
+    @property
+    def early_buckets(self) -> int:
+        """Buckets that were handed over while their round still ran, so that their reduction overlaps with it."""
+        return self._ledger.early
+
+    def wait_for_bucket(self, index: int, timeout_s: float) -> bool:
+        """Waits until a bucket that was handed over is reduced. False: its epoch is gone; another round follows.
+
+        Raises:
+            TimeoutError: not within ``timeout_s`` seconds.
+        """
+        return self._ledger.wait_for(index, timeout_s)
+
     def __iter__(self) -> Iterator[int]:
         """Microbatch ids to run; when it ends the iteration is committed."""
         for current in self.rounds():

@@ -78,6 +78,8 @@ class BucketLedger:
         self._epoch = 0
         self._next = 0
         self._graveyard: list[torch.Tensor] = []
+        self.early = 0
+        """Buckets that were handed over before their round ended, in all rounds together."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -96,6 +98,10 @@ class BucketLedger:
 
     def ready(self, index: int) -> None:
         """The local gradient of bucket ``index`` is final for this round; its reduction may begin."""
+        self._mark_ready(index)
+        self.early += 1
+
+    def _mark_ready(self, index: int) -> None:
         self._entries[index].is_ready = True
         while self._next < len(self._entries) and self._entries[self._next].is_ready:
             self._submit(self._next)
@@ -113,7 +119,18 @@ class BucketLedger:
         """Hands over every bucket that was not ready before."""
         for index, entry in enumerate(self._entries):
             if not entry.is_ready:
-                self.ready(index)
+                self._mark_ready(index)
+
+    def wait_for(self, index: int, timeout_s: float) -> bool:
+        """Waits for one bucket that was handed over. False: the epoch is gone.
+
+        Raises:
+            TimeoutError: not within ``timeout_s`` seconds.
+        """
+        done = self._entries[index].done
+        if done is None:
+            raise ValueError(f"bucket {index} waits for an earlier one, or was not handed over in this round")
+        return done.result(timeout_s)
 
     def wait(self) -> bool:
         """Waits for all reductions of the round. False: the epoch is gone."""

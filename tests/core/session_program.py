@@ -77,6 +77,9 @@ def main() -> None:
                 if job["overlap"] and place == len(current.ids) - 1:
                     for index in reversed(range(len(buckets))):  # not in order: the ledger has to sort it out
                         iteration.bucket_ready(index)
+                    if current.number == 1 and not job["inject"]:
+                        # The round is open on every rank (each waits here), and the bucket is reduced all the same.
+                        assert iteration.wait_for_bucket(0, timeout_s=30)
             if job["wrong"] == f"forget {session.rank} {step}":
                 iteration._records.clear()
                 iteration.plan = session.policy.assign(total, session.alive[:-1])

@@ -149,6 +149,16 @@ def test_a_time_limit_ends_all_replicas_in_the_same_iteration(tmp_path: Path) ->
     assert not curve.of("failure")
 
 
+def test_gradients_are_reduced_while_backward_still_runs() -> None:
+    script = str(Path(__file__).with_name("overlap_program.py"))
+    curve = recover(2, "--overlap-grad-reduce", iterations=3, script=script)
+    first, *others = (result for result in curve.done.results if result["rank"] == 0)
+    # Megatron learns in the first iteration in which order gradients get ready, and overlaps from the second one on.
+    assert first["early"] == 0
+    assert len(others) == 2
+    assert all(result["early"] == result["buckets"] > 1 for result in others)
+
+
 def test_two_jobs_that_were_given_the_same_port(tmp_path: Path) -> None:
     """Every replica takes a port of its own, so MASTER_PORT from the environment cannot collide."""
     with ThreadPoolExecutor(2) as pool:
