@@ -24,7 +24,7 @@ class ExitCode(enum.IntEnum):
     REPLICAS_DIFFER = 72
     """Replicas that must be equal are not, or their plans do not match. Training stopped before the next step."""
     GAVE_UP = 73
-    """A repair did not come to an end before its deadline."""
+    """A repair did not come to an end before its deadline, or a rank ended in a way that cannot be repaired."""
 
 
 class RecoverError(Exception):

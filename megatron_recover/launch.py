@@ -99,6 +99,7 @@ def environment(job_id: str, job_dir: Path, base: Mapping[str, str]) -> dict[str
         "PYTHONUNBUFFERED", "1"
     )  # ranks write to a pipe, and output is to be seen when it is made
     kept.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores of a host
+    kept.setdefault("HOME", str(job_dir))  # mpirun does not start without one
     return {**kept, **as_environment(), JOB_VARIABLE: job_id, JOB_DIR_VARIABLE: str(job_dir)}
 
 

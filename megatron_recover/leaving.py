@@ -51,13 +51,12 @@ def leave_as_orphan() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def give_up() -> None:
-    """Ends the job because a repair did not come to its end. Does not return.
+def give_up(reason: str) -> None:
+    """Ends the job because waiting has no sense any more. Does not return.
 
     The non-zero exit code takes the other ranks down, which is what is wanted here: the next start resumes
     from the last checkpoint.
     """
-    reason = "a repair did not come to its end before the deadline; resume from the last checkpoint"
     print(f"megatron_recover: {reason}", file=sys.__stderr__, flush=True)
     write_status(ExitCode.GAVE_UP, reason)
     end_children()
@@ -93,7 +92,7 @@ def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
 
 def report_error(error: BaseException, rank: int) -> None:
     """Prints a traceback once per kind of error and host, however many ranks meet the same one."""
-    kind = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    kind = describe(error)
     where = "".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-1:])
     folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     first = True
@@ -114,6 +113,14 @@ def report_error(error: BaseException, rank: int) -> None:
             file=sys.__stderr__,
             flush=True,
         )
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: what it says, or where it was raised if it says nothing (a bare assertion)."""
+    text = str(error).strip()
+    if not text:
+        text = "".join(f"{f.filename}:{f.lineno} {f.line}" for f in traceback.extract_tb(error.__traceback__)[-1:])
+    return f"{type(error).__name__}: {text}".splitlines()[0][:300]
 
 
 def code_of(error: BaseException) -> int:

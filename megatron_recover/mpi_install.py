@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def inspect(mpirun: Path) -> MpiInstallation:
             errors="replace",
             timeout=30,
             check=False,
+            env={"HOME": "/", **os.environ},  # without one it says nothing (batch jobs may have none)
         ).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return MpiInstallation(mpirun, "", False)

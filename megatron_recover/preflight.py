@@ -7,6 +7,7 @@ job in the queue.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ def check(script: str, words: Sequence[str], num_ranks: int) -> None:
     check_replicas(arguments, num_ranks)
     check_batch(arguments)
     check_data(arguments)
+    check_save(arguments)
 
 
 def check_num_ranks(num_ranks: int) -> None:
@@ -181,6 +183,17 @@ def check_data(arguments: ScriptArguments) -> None:
             for value in values:
                 if not _is_number(value) and "://" not in value:
                     _check_prefix(flag, value)
+
+
+def check_save(arguments: ScriptArguments) -> None:
+    """A checkpoint folder that cannot be made would be noticed at the first save, after hours of training."""
+    for path in arguments.values("--save"):
+        if "://" in path:
+            continue
+        there = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "is not a folder" if not there.is_dir() else "is not writable"
+            raise UserError(f"--save {path}: {there} {why}; give a folder that can be made and written.")
 
 
 def _check_prefix(flag: str, prefix: str) -> None:

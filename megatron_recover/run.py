@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from megatron_recover.errors import ExitCode, RecoverError, UserError
 from megatron_recover.leaving import (
     code_of,
+    describe,
     end_together,
     leave_as_failed,
     report_error,
@@ -96,7 +97,7 @@ def _fail(error: BaseException) -> None:
         time.sleep(ORPHAN_GRACE_S)
     with contextlib.suppress(Exception):
         report_error(error, _rank())
-        write_status(code_of(error), f"{type(error).__name__}: {error}")
+        write_status(code_of(error), describe(error))
     leave_as_failed(f"{type(error).__name__}", quiet=True)
 
 

@@ -234,6 +234,7 @@ class Session:
         """Waits for all living ranks, then stops looking for failures. After it, leave with os._exit(0)."""
         # Some learn a moment earlier than others that all have come, and leave: that is no failure.
         self._closing = True
+        self.engine.closing()
         self.agree(check=False)
         self.engine.close()
         Session._current = None

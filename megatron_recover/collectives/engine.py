@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_recover.collectives import membership
 from megatron_recover.collectives.exchange import Exchange
+from megatron_recover.collectives.neighbours import Neighbours
 from megatron_recover.collectives.repair import Orphaned, Repair, deadline, repair, revoke
 from megatron_recover.collectives.runtime import Communicators
 
@@ -81,7 +82,7 @@ class Engine:
         comms: from ``runtime.start``.
         on_repair: called on the engine thread after each repair, before any operation of the new epoch.
         on_orphaned: called on the engine thread when this process has to leave; must not return.
-        on_give_up: called when a repair did not end before its deadline; must end the process.
+        on_give_up: called with the reason when waiting has no sense any more; must end the process.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Engine:
         *,
         on_repair: Callable[[Repair], None] = lambda report: None,
         on_orphaned: Callable[[], None] = lambda: os._exit(0),
-        on_give_up: Callable[[], None] = lambda: os._exit(1),
+        on_give_up: Callable[[str], None] = lambda reason: os._exit(1),
         repair_deadline_s: float = REPAIR_DEADLINE_S,
     ) -> None:
         self.comms = comms
@@ -101,15 +102,21 @@ class Engine:
         self._on_give_up = on_give_up
         self._repair_deadline_s = repair_deadline_s
         self._exchange = Exchange()
+        self._neighbours = Neighbours(comms.layout, comms.rank)
         self._wakeup = threading.Condition()
         self._queue: collections.deque[Callable[[], None] | None] = collections.deque()
         self._noticed_at = 0.0
         self._abandoned: list[Any] = []
+        self._is_closing = False
         self._thread = threading.Thread(target=self._main, name="recover-engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. From here on no other thread may call MPI."""
         self._thread.start()
+
+    def closing(self) -> None:
+        """The next agreement is the last one: from now on it is no failure when others have left."""
+        self._is_closing = True
 
     def close(self) -> None:
         """Ends the thread after what is queued. Failures are no longer looked for afterwards."""
@@ -173,6 +180,14 @@ class Engine:
         except _EpochGone:
             self._join_repair()
 
+    def _look_at_neighbours(self) -> None:
+        gone = self._neighbours.gone()
+        if gone and not self._is_closing:
+            self._on_give_up(
+                f"rank {', '.join(map(str, gone))} has ended without MPI noticing (with a non-zero exit code), which "
+                "cannot be repaired; resume from the last checkpoint"
+            )
+
     def _progress(self) -> None:
         from mpi4py import MPI
 
@@ -180,6 +195,7 @@ class Engine:
 
     def _raise_if_broken(self) -> None:
         self._progress()
+        self._look_at_neighbours()
         world = self.comms.world
         lost = membership.failed(world, self.comms.start)
         if any(self.comms.layout.replica_of(rank) == self.comms.replica for rank in lost):
@@ -211,6 +227,8 @@ class Engine:
             turns += 1
             if turns > 50:
                 time.sleep(5e-5 if turns < 200 else 3e-4)
+            if turns % 64 == 0:
+                self._look_at_neighbours()
             if watch and time.monotonic() > next_look:
                 try:
                     self._raise_if_broken()
@@ -274,9 +292,12 @@ class Engine:
         """A failure seen outside an agreement: wake the others and enter the next agreement with a no."""
         self._noticed_at = time.time()
         revoke(self.comms)
-        with deadline(self._repair_deadline_s, self._on_give_up):
+        with deadline(self._repair_deadline_s, self._repair_hangs):
             self._agree(0)
         self._repair()
+
+    def _repair_hangs(self) -> None:
+        self._on_give_up("a repair did not come to its end before the deadline; resume from the last checkpoint")
 
     def _repair(self) -> None:
         report = repair(
@@ -285,9 +306,10 @@ class Engine:
             noticed_at=self._noticed_at or time.time(),
             heartbeat=self._progress,
             deadline_s=self._repair_deadline_s,
-            give_up=self._on_give_up,
+            give_up=self._repair_hangs,
         )
         self._noticed_at = 0.0
+        self._neighbours.forget(report.ranks_lost)
         # A gather that failed may have grown the slots on some members only: all start again alike.
         self._exchange = Exchange()
         self.epoch, self.alive = report.epoch, report.alive

@@ -17,6 +17,8 @@ class Place:
     pid: int
     local_rank: int
     """Position among the ranks of its host, by start rank."""
+    pid_namespace: str = ""
+    """Ranks with the same host and namespace can look up each other's process id."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class Layout:
             )
 
     @staticmethod
-    def from_hosts(hosts: Sequence[tuple[str, int]], replica_size: int) -> Layout:
-        """Builds the layout from ``(host, pid)`` of every start rank, in rank order."""
+    def from_hosts(hosts: Sequence[tuple[str, int, str]], replica_size: int) -> Layout:
+        """Builds the layout from ``(host, pid, pid namespace)`` of every start rank, in rank order."""
         seen: dict[str, int] = {}
         places = []
-        for host, pid in hosts:
-            places.append(Place(host, pid, seen.get(host, 0)))
+        for host, pid, namespace in hosts:
+            places.append(Place(host, pid, seen.get(host, 0), namespace))
             seen[host] = seen.get(host, 0) + 1
         return Layout(tuple(places), replica_size)
 

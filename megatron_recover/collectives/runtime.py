@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_recover.collectives.layout import Layout
+from megatron_recover.collectives.neighbours import pid_namespace
 from megatron_recover.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def start(replica_size: int) -> Communicators:
         )
     comm_world = MPI.COMM_WORLD
     comm_world.Set_errhandler(MPI.ERRORS_RETURN)
-    hosts = comm_world.allgather((socket.gethostname(), os.getpid()))
+    hosts = comm_world.allgather((socket.gethostname(), os.getpid(), pid_namespace()))
     layout = Layout.from_hosts(hosts, replica_size)
     rank = comm_world.Get_rank()
     world = comm_world.Dup()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_recover.faults import PHASES
 from megatron_recover.telemetry import events
 from megatron_recover.telemetry.blackbox import BlackBox, Snapshot, read_blackbox
 from megatron_recover.telemetry.events import EventLog, read_events
@@ -199,5 +200,5 @@ def _count(number: int, thing: str) -> str:
 def _where(box: Snapshot | None) -> str:
     if box is None or not box.phase:
         return ""
-    unit = "bucket" if box.phase == "reduce" else "microbatch"
-    return f" in {box.phase}" + (f" of {unit} {box.index}" if box.index >= 0 else "")
+    unit = PHASES.get(box.phase)
+    return f" in {box.phase}" + (f" of {unit} {box.index}" if unit and box.index >= 0 else "")

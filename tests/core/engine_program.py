@@ -33,6 +33,8 @@ def main() -> None:
 
     def die(where: str, index: int = 0) -> None:
         if [comms.rank, iteration, where, index] in job["kills"]:
+            if "exit_code" in job:
+                os._exit(job["exit_code"])
             os.kill(os.getpid(), signal.SIGKILL)
 
     repairs: list[Repair] = []
@@ -41,7 +43,11 @@ def main() -> None:
         repairs.append(report)
         die("repaired", len(repairs))
 
-    engine = Engine(comms, on_repair=repaired, on_orphaned=lambda: os._exit(0))
+    def give_up(reason: str) -> None:
+        print(f"gave up: {reason}", file=sys.stderr, flush=True)
+        os._exit(73)
+
+    engine = Engine(comms, on_repair=repaired, on_orphaned=lambda: os._exit(0), on_give_up=give_up)
     engine.start()
     policy = get_policy("balanced", num_replicas=comms.layout.num_replicas)
     total = job["microbatches"]

@@ -47,6 +47,14 @@ def test_orphans_leave_and_coordinates_that_lost_nobody_learn_of_it() -> None:
     assert all(sorted(rank for lost in result["lost"] for rank in lost) == [2, 3] for result in results)
 
 
+def test_a_rank_that_leaves_with_a_non_zero_code_ends_the_job_instead_of_hanging_it() -> None:
+    """Open MPI does not report it, so it cannot be repaired; waiting for ever is not the answer."""
+    job = {"replica_size": 1, "iterations": 4, "microbatches": 7, "sizes": [10], "kills": [[1, 2, "start", 0]]}
+    done = mpirun(3, [str(CORE / "engine_program.py"), json.dumps(job | {"exit_code": 3})], timeout=TIMEOUT)
+    assert done.code != 0, done.explain()
+    assert "gave up: rank 1 has ended without MPI noticing" in done.err, done.explain()
+
+
 def test_rank_0_dies() -> None:
     assert run_engine(3, kills=[[0, 1, "reduce", 0]])[0]["alive"] == [1, 2]
 

@@ -139,3 +139,11 @@ def test_data_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UserError, match=problem):
             preflight.check_data(words(line))
+
+
+def test_a_save_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    preflight.check_save(preflight.ScriptArguments(("--save", str(tmp_path / "new" / "folder"))))
+    with pytest.raises(UserError, match="is not a folder; give a folder"):
+        preflight.check_save(preflight.ScriptArguments(("--save", str(file / "checkpoints"))))
