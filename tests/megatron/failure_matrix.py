@@ -87,6 +87,6 @@ def cells() -> list[Cell]:
 
 
 def in_slice(cell: Cell) -> bool:
-    """Nine cells: each phase once, each layout at least twice (bigger layouts cost more time)."""
+    """Nine cells: each phase once, and every pair of values of layout, overlap, policy and leader."""
     row, column = list(LAYOUTS).index(cell.layout), list(PHASES).index(cell.phase)
     return (column + column // 4) % 4 == row

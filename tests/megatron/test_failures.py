@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,8 +51,9 @@ def test_the_slice_has_every_phase_and_layout() -> None:
     chosen = [cell for cell in cells() if in_slice(cell)]
     assert {cell.phase for cell in chosen} == set(PHASES)
     assert {cell.layout for cell in chosen} == set(LAYOUTS)
-    for factor in ("overlap", "policy", "leader"):
-        assert len({getattr(cell, factor) for cell in chosen}) == 2
+    for one, other in itertools.combinations(("layout", "overlap", "policy", "leader"), 2):
+        pairs = {(getattr(cell, one), getattr(cell, other)) for cell in cells()}
+        assert {(getattr(cell, one), getattr(cell, other)) for cell in chosen} == pairs
 
 
 def test_two_replicas_lost_in_the_same_reduction() -> None:
