@@ -92,8 +92,7 @@ def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
 
 def report_error(error: BaseException, rank: int) -> None:
     """Prints a traceback once per kind of error and host, however many ranks meet the same one."""
-    kind = describe(error)
-    where = "".join(f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-1:])
+    kind, where = describe(error), _raised_at(error)
     folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     first = True
     if folder:
@@ -117,10 +116,12 @@ def report_error(error: BaseException, rank: int) -> None:
 
 def describe(error: BaseException) -> str:
     """An error in one line: what it says, or where it was raised if it says nothing (a bare assertion)."""
-    text = str(error).strip()
-    if not text:
-        text = "".join(f"{f.filename}:{f.lineno} {f.line}" for f in traceback.extract_tb(error.__traceback__)[-1:])
+    text = str(error).strip() or _raised_at(error)
     return f"{type(error).__name__}: {text}".splitlines()[0][:300]
+
+
+def _raised_at(error: BaseException) -> str:
+    return "".join(f"{f.filename}:{f.lineno} {f.line}" for f in traceback.extract_tb(error.__traceback__)[-1:])
 
 
 def code_of(error: BaseException) -> int:

@@ -59,15 +59,9 @@ def install(adapter: Adapter) -> None:
     @functools.wraps(stock_build)
     def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:
         # The first to come writes the index caches beside the data; the leader does, then the others read.
-        built = None
-        while True:
-            leader = session.leader
-            if session.is_leader and built is None:
-                built = _build(*args, **options)
-            session.agree()
-            if leader in session.alive:
-                break
-        return built if built is not None else _build(*args, **options)
+        built: list[Any] = []
+        session.by_leader(lambda: built.append(_build(*args, **options)))
+        return built[0] if built else _build(*args, **options)
 
     def _build(*args: Any, **options: Any) -> Any:
         try:
