@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from megatron_recover.collectives import runtime
 from megatron_recover.collectives.engine import Attempt, Engine
 from megatron_recover.collectives.repair import Repair
@@ -112,6 +114,8 @@ class Session:
         self.decisions: dict[str, bool] = {}
         self.fingerprint: tuple[Any, ...] = ()
         """What must be the same on all ranks of this coordinate at the next commit."""
+        self.buffers: dict[int, torch.Tensor] = {}
+        """Result buffers of the last committed iteration, for the next one: not allocated in each."""
         self._voters: dict[str, Callable[[], bool]] = {}
         self._injector = injector or FaultInjector((), self.rank)
         self._closing = False
@@ -268,7 +272,7 @@ class Iteration:
         """After the commit: what was recorded, in microbatch order (None where nothing was)."""
         self.sums: dict[str, float] = {}
         """After the commit: the named sums over all replicas."""
-        self._ledger = BucketLedger(session.engine, buckets, self._before_reduce)
+        self._ledger = BucketLedger(session.engine, buckets, self._before_reduce, session.buffers)
         self._ids: list[int] = []
         self._records: dict[int, Any] = {}
         self._sums: dict[str, float] = {}

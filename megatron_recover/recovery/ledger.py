@@ -67,13 +67,23 @@ class BucketLedger:
         buckets: in the order in which backward finishes them (a bucket is handed to the engine when it
             and all before it are ready, so that the order is the same on every replica).
         on_reduce: ``on_reduce(index)`` is called on the engine thread just before a bucket is reduced.
+        buffers: result buffers that the last iteration has left, by index; this one leaves its own at the commit.
     """
 
     def __init__(
-        self, engine: Engine, buckets: Sequence[Bucket], on_reduce: Callable[[int], None] | None = None
+        self,
+        engine: Engine,
+        buckets: Sequence[Bucket],
+        on_reduce: Callable[[int], None] | None = None,
+        buffers: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self._engine = engine
+        self._buffers = {} if buffers is None else buffers
         self._entries = [_Entry(bucket) for bucket in buckets]
+        for index, entry in enumerate(self._entries):
+            left = self._buffers.pop(index, None)
+            if left is not None and (left.numel(), left.dtype) == (entry.bucket.local.numel(), entry.dtype):
+                entry.result = left
         self._on_reduce = on_reduce
         self._epoch = 0
         self._next = 0
@@ -141,6 +151,7 @@ class BucketLedger:
         """Replaces the local gradients by the sums. Only after the world has agreed."""
         self._graveyard.clear()
         with torch.no_grad():
-            for entry in self._entries:
+            for index, entry in enumerate(self._entries):
                 assert entry.result is not None
                 entry.bucket.local.view(-1).copy_(entry.result)
+                self._buffers[index] = entry.result
