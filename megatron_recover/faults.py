@@ -5,27 +5,48 @@ A specification is one word, so that it fits on a command line and into a batch 
     kill:rank=3,iteration=5,phase=reduce,bucket=1
 
 It is carried out by the rank it names, at the place in the code that says ``injector.at(...)``. Nothing is
-simulated: ``kill`` is SIGKILL, so what follows is what follows a lost GPU or an out-of-memory kill.
+simulated: ``kill`` is SIGKILL, so what follows is what follows a lost GPU or an out-of-memory kill. Faults happen in
+the first try of a job only: one that the launcher starts again is to come to its end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from megatron_recover.errors import UserError
 
 KINDS: Mapping[str, str] = {
     "kill": "kills itself",
+    "segfault": "ends with a segmentation fault",
     "exit": "leaves with os._exit(0)",
+    "crash": "leaves with os._exit(1)",
     "exception": "raises an exception",
+    "oom": "runs out of memory",
+    "stop": "stops itself (SIGSTOP)",
+    "gil": "holds Python's lock for ever",
+    "hang": "hangs for ever",
+    "term": "is sent SIGTERM",
+    "pause": "pauses for 2 s, which is no failure,",
+    "corrupt": "flips a bit of its parameters",
+    "nan": "makes a gradient NaN",
 }
 """Kind of fault -> what the rank does, as the log line says it."""
 
+STATE_KINDS = ("corrupt", "nan")
+"""Kinds that change the training state; whoever owns it says how (``FaultInjector.state_changers``)."""
+
 PHASES: Mapping[str, str | None] = {
+    "launch": None,
+    "init": None,
+    "model": None,
+    "datasets": None,
     "data": "microbatch",
     "forward": "microbatch",
     "backward": "microbatch",
@@ -35,19 +56,39 @@ PHASES: Mapping[str, str | None] = {
     "optimizer": None,
     "eval": "microbatch",
     "save": None,
+    "takeover": None,
+    "repair": "step",
+    "exit": None,
 }
-"""Phase of an iteration -> what its index counts (None: the phase happens once)."""
+"""Phase of a run -> what its index counts (None: the phase happens once)."""
 
-GRAMMAR = f"""KIND:rank=R,iteration=I,phase=P[,microbatch=K][,bucket=K]
+ONCE_PHASES = ("launch", "init", "model", "datasets", "takeover", "repair", "exit")
+"""Phases that belong to no iteration. Start (before MPI, after it, before model and data sets), the first time that
+the rank leads after another one, the first repair it takes part in, and the end (all have agreed that it is one)."""
+
+REPAIR_STEPS = ("begin", "settled", "shrunk", "done")
+"""What ``step`` counts in a repair: a failure was noticed; before Shrink; between Shrink and Agree; after it."""
+
+PAUSE_S = 2.0
+TRY_VARIABLE = "MEGATRON_RECOVER_TRY"
+"""Environment variable: which start of the job this is, from 1."""
+
+
+def _phases(unit: str) -> str:
+    return ", ".join(phase for phase, counted in PHASES.items() if counted == unit)
+
+
+GRAMMAR = f"""KIND:rank=R,iteration=I,phase=P[,microbatch=K][,bucket=K][,step=K]
   KIND        {", ".join(KINDS)}
   rank        start rank, from 0
-  iteration   iteration, from 1, as the training log prints it
+  iteration   iteration, from 1, as the training log prints it; left out with
+              {", ".join(ONCE_PHASES)}
   phase       {", ".join(PHASES)}
-  microbatch  only with {", ".join(p for p, i in PHASES.items() if i == "microbatch")}: the K-th one, from 0,
+  microbatch  only with {_phases("microbatch")}: the K-th one, from 0,
               that this rank runs in the iteration (default 0)
-  bucket      only with {", ".join(p for p, i in PHASES.items() if i == "bucket")}: number of the gradient
-              bucket, from 0 (default 0)
-  for example kill:rank=3,iteration=5,phase=reduce,bucket=1"""
+  bucket      only with {_phases("bucket")}: number of the gradient bucket, from 0 (default 0)
+  step        only with {_phases("step")}: {", ".join(f"{n} {name}" for n, name in enumerate(REPAIR_STEPS))} (default 0)
+  for example kill:rank=3,iteration=5,phase=reduce,bucket=1 or stop:rank=0,phase=takeover"""
 
 
 class InjectedFault(RuntimeError):
@@ -64,7 +105,7 @@ class DeathRecorder(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """One rank's end. ``index`` is the microbatch or the bucket, 0 in phases that happen once."""
+    """What one rank does to itself. ``index`` is the microbatch, bucket or step, ``iteration`` 0 in ``ONCE_PHASES``."""
 
     kind: str
     rank: int
@@ -77,12 +118,14 @@ class Fault:
         """The specification that ``parse_fault`` reads back to this fault."""
         unit = PHASES[self.phase]
         place = f",{unit}={self.index}" if unit else ""
-        return f"{self.kind}:rank={self.rank},iteration={self.iteration},phase={self.phase}{place}"
+        when = "" if self.phase in ONCE_PHASES else f"iteration={self.iteration},"
+        return f"{self.kind}:rank={self.rank},{when}phase={self.phase}{place}"
 
     def __str__(self) -> str:
         unit = PHASES[self.phase]
         place = f", {unit} {self.index}" if unit else ""
-        return f"rank {self.rank} {KINDS[self.kind]} in iteration {self.iteration}, phase {self.phase}{place}"
+        when = "" if self.phase in ONCE_PHASES else f"iteration {self.iteration}, "
+        return f"rank {self.rank} {KINDS[self.kind]} in {when}phase {self.phase}{place}"
 
 
 def parse_fault(spec: str) -> Fault:
@@ -104,18 +147,21 @@ def parse_fault(spec: str) -> Fault:
     parts: dict[str, str] = {}
     for part in rest.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key not in ("rank", "iteration", "phase", "microbatch", "bucket"):
+        if key not in ("rank", "iteration", "phase", "microbatch", "bucket", "step"):
             raise refuse(f"unknown part {part.strip()!r}")
         if not equals or not value:
             raise refuse(f"{key!r} has no value, write {key}=...")
         if key in parts:
             raise refuse(f"{key!r} is given twice")
         parts[key] = value
-    for key in ("rank", "iteration", "phase"):
+    once = parts.get("phase") in ONCE_PHASES
+    for key in ("rank", "phase") if once else ("rank", "iteration", "phase"):
         if key not in parts:
             raise refuse(f"{key!r} is missing")
 
     phase = parts.pop("phase")
+    if once and "iteration" in parts:
+        raise refuse(f"phase {phase!r} belongs to no iteration, leave out 'iteration'")
     if phase not in PHASES:
         raise refuse(f"unknown phase {phase!r}, it must be one of {', '.join(PHASES)}")
     numbers: dict[str, int] = {}
@@ -124,11 +170,13 @@ def parse_fault(spec: str) -> Fault:
         if not (value.isascii() and value.isdigit()) or int(value) < least:
             raise refuse(f"{key}={value!r} is not a whole number from {least}")
         numbers[key] = int(value)
-    for unit in ("microbatch", "bucket"):
+    for unit in ("microbatch", "bucket", "step"):
         if unit in numbers and PHASES[phase] != unit:
             raise refuse(f"{unit!r} has no meaning in phase {phase!r}")
     index = numbers.get(PHASES[phase] or "", 0)
-    return Fault(kind, numbers["rank"], numbers["iteration"], phase, index)
+    if phase == "repair" and index >= len(REPAIR_STEPS):
+        raise refuse(f"a repair has steps 0 to {len(REPAIR_STEPS) - 1}")
+    return Fault(kind, numbers["rank"], numbers.get("iteration", 0), phase, index)
 
 
 def parse_faults(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ...]:
@@ -159,6 +207,12 @@ def parse_faults(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ..
     return tuple(faults.values())
 
 
+def faults_of_this_try(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ...]:
+    """As ``parse_faults``; nothing from the second start of a job on."""
+    faults = parse_faults(specs, num_ranks)
+    return faults if os.environ.get(TRY_VARIABLE, "1") == "1" else ()
+
+
 class FaultInjector:
     """Carries out the faults of one rank, each once.
 
@@ -172,6 +226,8 @@ class FaultInjector:
         self._rank = rank
         self._blackbox = blackbox
         self._pending = {(f.phase, f.iteration, f.index): f for f in faults if f.rank == rank}
+        self.state_changers: dict[str, Callable[[], None]] = {}
+        """Kind (of ``STATE_KINDS``) -> how it is done to this rank's training state."""
 
     @property
     def pending(self) -> tuple[Fault, ...]:
@@ -183,29 +239,73 @@ class FaultInjector:
         return any(key[0] == phase and key[1] == iteration for key in self._pending)
 
     def at(self, phase: str, iteration: int, index: int = 0) -> None:
-        """Called by the code that reaches this place; does not return when a kill or an exit is due.
+        """Called by the code that reaches this place; does not return when a kind is due that ends the rank.
 
         Args:
             phase: one of ``PHASES``.
-            iteration: from 1.
-            index: microbatch (counted over those this rank runs in the iteration) or bucket, from 0.
+            iteration: from 1; of no account in ``ONCE_PHASES``.
+            index: microbatch (counted over those this rank runs in the iteration), bucket or step, from 0.
 
         Raises:
             InjectedFault: a fault of kind ``exception`` is due.
+            MemoryError: a fault of kind ``oom`` is due.
         """
         if not self._pending:  # every rank without a fault, and all of them in a real run
             return
-        fault = self._pending.pop((phase, iteration, index), None)
+        fault = self._pending.pop((phase, 0 if phase in ONCE_PHASES else iteration, index), None)
         if fault is None:
             return
         message = f"fault injection: {fault}"
         # File descriptor 2 and not sys.stderr: only the leader's sys.stderr is shown.
         os.write(2, f"{message}\n".encode())
+        if fault.kind == "pause":
+            time.sleep(PAUSE_S)
+            return
+        if fault.kind in STATE_KINDS:
+            if fault.kind not in self.state_changers:
+                raise UserError(f"--recover-inject {fault.spec}: nothing here can be changed yet in phase {phase}.")
+            self.state_changers[fault.kind]()
+            return
+        if fault.kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if self._blackbox is not None:
             self._blackbox.mark(phase, iteration, index if PHASES[phase] else -1)
             self._blackbox.die()
-        if fault.kind == "exception":
-            raise InjectedFault(message)
-        if fault.kind == "exit":
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end(fault.kind, message)
+
+
+def _end(kind: str, message: str) -> NoReturn:
+    """Ends this process, or keeps it from ever going on."""
+    if kind == "exception":
+        raise InjectedFault(message)
+    if kind == "oom":
+        _run_out_of_memory()
+    if kind == "exit":
+        os._exit(0)
+    if kind == "crash":
+        os._exit(1)
+    if kind == "gil":
+        while True:
+            ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps Python's lock during the call
+    if kind == "hang":
+        while True:
+            time.sleep(3600)
+    os.kill(os.getpid(), {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}.get(kind, signal.SIGKILL))
+    while True:  # woken up again: whoever finds that it was gone for too long ends it
+        time.sleep(3600)
+
+
+def _run_out_of_memory() -> NoReturn:
+    """Asks for more than the process may have, as a batch system's limit would let it find out.
+
+    Raises:
+        MemoryError: always.
+    """
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used, hard))
+    hoard = []
+    while True:
+        hoard.append(bytearray(1 << 24))

@@ -16,10 +16,14 @@ from megatron_recover.errors import UserError
 from megatron_recover.faults import (
     GRAMMAR,
     KINDS,
+    ONCE_PHASES,
     PHASES,
+    REPAIR_STEPS,
+    TRY_VARIABLE,
     Fault,
     FaultInjector,
     InjectedFault,
+    faults_of_this_try,
     parse_fault,
     parse_faults,
 )
@@ -36,6 +40,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ("exception:phase=eval,iteration=2,rank=7,microbatch=4", Fault("exception", 7, 2, "eval", 4)),
         (" kill: rank=1, iteration=2, phase=after-commit ", Fault("kill", 1, 2, "after-commit", 0)),
         ("kill:rank=1,iteration=2,phase=reduce", Fault("kill", 1, 2, "reduce", 0)),
+        ("stop:rank=1,phase=repair,step=2", Fault("stop", 1, 0, "repair", 2)),
+        ("crash:rank=0,phase=launch", Fault("crash", 0, 0, "launch", 0)),
     ],
 )
 def test_grammar(spec: str, fault: Fault) -> None:
@@ -50,7 +56,8 @@ def test_grammar(spec: str, fault: Fault) -> None:
     st.integers(0, 10**4),
 )
 def test_spec_is_read_back(kind: str, rank: int, iteration: int, phase: str, index: int) -> None:
-    fault = Fault(kind, rank, iteration, phase, index if PHASES[phase] else 0)
+    index = 0 if PHASES[phase] is None else index % len(REPAIR_STEPS) if phase == "repair" else index
+    fault = Fault(kind, rank, 0 if phase in ONCE_PHASES else iteration, phase, index)
     assert parse_fault(fault.spec) == fault
 
 
@@ -58,7 +65,7 @@ def test_spec_is_read_back(kind: str, rank: int, iteration: int, phase: str, ind
     ("spec", "problem"),
     [
         ("", "unknown kind ''"),
-        ("stop:rank=1,iteration=1,phase=data", "unknown kind 'stop'"),
+        ("stab:rank=1,iteration=1,phase=data", "unknown kind 'stab'"),
         ("kill", "nothing follows 'kill'"),
         ("kill:", "nothing follows 'kill'"),
         ("kill:rank=1,iteration=1", "'phase' is missing"),
@@ -70,7 +77,10 @@ def test_spec_is_read_back(kind: str, rank: int, iteration: int, phase: str, ind
         ("kill:rank=-1,iteration=1,phase=data", "rank='-1' is not"),
         ("kill:rank=1,iteration=0,phase=data", "iteration='0' is not a whole number from 1"),
         ("kill:rank=1,iteration=1,phase=lunch", "unknown phase 'lunch'"),
-        ("kill:rank=1,iteration=1,phase=data,step=3", "unknown part 'step=3'"),
+        ("kill:rank=1,iteration=1,phase=data,turn=3", "unknown part 'turn=3'"),
+        ("kill:rank=1,iteration=1,phase=data,step=3", "'step' has no meaning in phase 'data'"),
+        ("kill:rank=1,iteration=1,phase=repair", "phase 'repair' belongs to no iteration"),
+        ("kill:rank=1,phase=repair,step=9", "a repair has steps 0 to 3"),
         ("kill:rank=1,iteration=1,phase=data,", "unknown part ''"),
         (
             "kill:rank=1,iteration=1,phase=commit,microbatch=0",
@@ -123,7 +133,13 @@ def test_happens_once_at_its_place_only(capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "words"), [("kill", -signal.SIGKILL, "kills itself"), ("exit", 0, "leaves")]
+    ("kind", "code", "words"),
+    [
+        ("kill", -signal.SIGKILL, "kills itself"),
+        ("segfault", -signal.SIGSEGV, "ends with a segmentation fault"),
+        ("exit", 0, "leaves"),
+        ("crash", 1, "leaves"),
+    ],
 )
 def test_ends_the_process_and_records_its_death(kind: str, code: int, words: str, tmp_path: Path) -> None:
     program = (
@@ -150,3 +166,38 @@ def test_ends_the_process_and_records_its_death(kind: str, code: int, words: str
     assert box.pid != os.getpid()
     assert (box.phase, box.iteration, box.index) == ("reduce", 5, 1)
     assert box.died_at >= box.marked_at > 0
+
+
+def test_running_out_of_memory_is_a_real_memory_error() -> None:
+    program = (
+        "from megatron_recover.faults import *\n"
+        "injector = FaultInjector(parse_faults(['oom:rank=0,iteration=1,phase=data'], 1), 0)\n"
+        "try: injector.at('data', 1)\n"
+        "except MemoryError: print('caught')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert ended.stdout == "caught\n", ended
+
+
+def test_state_is_changed_by_its_owner_and_a_pause_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_recover.faults.PAUSE_S", 0.0)
+    injector = FaultInjector(
+        parse_faults(["corrupt:rank=0,iteration=1,phase=data", "pause:rank=1,iteration=1,phase=data"], 2), 0
+    )
+    done: list[str] = []
+    injector.state_changers["corrupt"] = lambda: done.append("flipped")
+    injector.at("data", 1)
+    assert done == ["flipped"]
+    FaultInjector([Fault("pause", 0, 1, "data")], 0).at("data", 1)
+    with pytest.raises(UserError, match="nothing here can be changed yet"):
+        FaultInjector([Fault("nan", 0, 1, "data")], 0).at("data", 1)
+
+
+def test_faults_happen_in_the_first_try_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = ["kill:rank=0,phase=init"]
+    monkeypatch.setenv(TRY_VARIABLE, "1")
+    assert len(faults_of_this_try(specs, 1)) == 1
+    monkeypatch.setenv(TRY_VARIABLE, "2")
+    assert faults_of_this_try(specs, 1) == ()
