@@ -106,6 +106,8 @@ class Pump(threading.Thread):
         self._target: int | None = target
         self._log = log
         self._noise = noise
+        self.has_spoken = False
+        """Something came through the pipe."""
 
     def run(self) -> None:
         fd = self._source.fileno()
@@ -116,6 +118,7 @@ class Pump(threading.Thread):
             data = os.read(fd, 1 << 16)
             if not data:
                 break
+            self.has_spoken = True
             self._write(noise.feed(data) if noise is not None else data)
         if noise is not None:
             self._write(noise.flush())
