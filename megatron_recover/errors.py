@@ -6,6 +6,7 @@ Every way a job can end has a named exit code, so that a batch script can tell "
 from __future__ import annotations
 
 import enum
+import signal
 
 
 class ExitCode(enum.IntEnum):
@@ -75,7 +76,7 @@ def name_of(code: int) -> str:
 class RecoverError(Exception):
     """Base of all errors of this package; ``exit_code`` is what the job ends with."""
 
-    exit_code: ExitCode = ExitCode.CRASHED
+    exit_code: int = ExitCode.CRASHED
 
 
 class UserError(RecoverError):
@@ -94,3 +95,22 @@ class ReplicasDiffer(RecoverError):
     """The run-time checks found replicas, plans or microbatch ids that do not match."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
+
+
+class StoppedBySignal(RecoverError):
+    """Every replica was asked to leave (SIGTERM).
+
+    Args:
+        message: what happened.
+        saved: a checkpoint was saved (exit code 74); otherwise it is 143, as of a process that SIGTERM ended.
+    """
+
+    def __init__(self, message: str, *, saved: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode.SAVED_ON_SIGNAL if saved else 128 + signal.SIGTERM
+
+
+class NotFinite(RecoverError):
+    """A gradient is NaN or Inf, and is so again when it is computed again."""
+
+    exit_code = ExitCode.NOT_FINITE

@@ -208,9 +208,8 @@ def parse_faults(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ..
 
 
 def faults_of_this_try(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ...]:
-    """As ``parse_faults``; nothing from the second start of a job on."""
-    faults = parse_faults(specs, num_ranks)
-    return faults if os.environ.get(TRY_VARIABLE, "1") == "1" else ()
+    """As ``parse_faults``; nothing from the second start of a job on, which may have fewer ranks than faults name."""
+    return parse_faults(specs, num_ranks) if os.environ.get(TRY_VARIABLE, "1") == "1" else ()
 
 
 class FaultInjector:

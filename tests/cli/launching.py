@@ -17,12 +17,15 @@ CLI = [sys.executable, "-m", "megatron_recover.cli"]
 LIMIT_S = 60.0
 
 
-def line(*script: str, n: int = 2, options: tuple[str, ...] = (), entry: str = "plain_entry") -> list[str]:
-    """Command line of a launcher."""
-    return [*CLI, "launch", "-n", str(n), "--entry", entry, *options, "--", *script]
+def line(
+    *script: str, n: int = 2, options: tuple[str, ...] = (), entry: str | None = "plain_entry"
+) -> list[str]:
+    """Command line of a launcher; ``entry`` None: ranks are run as they are for a user, with their keepers."""
+    own = () if entry is None else ("--entry", entry)
+    return [*CLI, "launch", "-n", str(n), *own, *options, "--", *script]
 
 
-def launch(*script: str, n: int = 2, options: tuple[str, ...] = (), entry: str = "plain_entry") -> Finished:
+def launch(*script: str, n: int = 2, options: tuple[str, ...] = (), entry: str | None = "plain_entry") -> Finished:
     """Runs a launcher to its end."""
     return run(line(*script, n=n, options=options, entry=entry), timeout=LIMIT_S, env=ENV)
 
@@ -31,7 +34,7 @@ class Running:
     """A launcher that is still at work. Its processes are killed at the end of the test (fixture ``running``)."""
 
     def __init__(
-        self, *script: str, n: int = 2, options: tuple[str, ...] = (), entry: str = "plain_entry"
+        self, *script: str, n: int = 2, options: tuple[str, ...] = (), entry: str | None = "plain_entry"
     ) -> None:
         self.mark = f"launch-{os.getpid()}-{time.monotonic_ns()}"
         self.process = subprocess.Popen(

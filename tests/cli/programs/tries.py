@@ -1,7 +1,6 @@
 """Ranks that end each try of a job as they are told: ``tries.py WHAT ...``, one word for each try, the last for all
 that follow. What a word means stands in ``ENDS``; it may carry the iteration that the ranks come to (``gave-up@5``)."""
 
-import faulthandler
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from megatron_recover import leaving
 from megatron_recover.lease import Stage, own_lease
 from megatron_recover.telemetry.blackbox import BlackBox
 
-faulthandler.register(signal.SIGUSR1, all_threads=True)
 JOB_DIR = Path(os.environ["MEGATRON_RECOVER_JOB_DIR"])
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 TRY = int(os.environ["MEGATRON_RECOVER_TRY"])
