@@ -78,6 +78,7 @@ def launch(job: Launch) -> int:
         logs = _open_logs(job.log_dir, stack)
         signals = stack.enter_context(StopSignals())
         code, reason = _Job(job, mpirun, logs, signals).run()
+        reason = " ".join(reason.split())  # one line
         if code:
             _say(f"exit code {code} ({name_of(code)}): {reason}", logs)
     return code
@@ -134,8 +135,7 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
     if outcome.mpirun_code == 0:
         return (
             ExitCode.NO_REPLICA_LEFT,
-            f"every rank was lost, nothing could be saved{_last_places(outcome.last_places)}. "
-            "Start the job again: it resumes from the last checkpoint (--load).",
+            f"every rank was lost, nothing could be saved{_last_places(outcome.last_places)}.",
         )
     if outcome.num_ranks_seen == 0 and not outcome.has_spoken:
         return (
@@ -234,8 +234,9 @@ class _Job:
             return ended(f"--timeout {job.timeout_s:g}", TIMED_OUT)
         words, source = restart.arguments_of_next_try(job.script, job.script_arguments, self._checkpoints.folder, last)
         with_ranks = f"{ranks} ranks" if ranks == job.num_ranks else f"{ranks} of {job.num_ranks} ranks"
+        reason = " ".join(reason.split())
         _say(
-            f"try {number} ended with exit code {code} ({name_of(code)}): {' '.join(reason.split()).rstrip('.')}; "
+            f"try {number} ended with exit code {code} ({name_of(code)}): {reason.rstrip('.')}; "
             f"starting again (try {number + 1} of at most {job.max_restarts + 1}) with {with_ranks}, {source}",
             self._logs,
         )

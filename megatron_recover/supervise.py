@@ -137,6 +137,7 @@ class Supervisor:
                 for pump in pumps:
                     pump.join(5.0)
                 self._processes.remove_leftovers()
+        self._vigil.conclude()
         places = (read_blackbox(self._job_dir, rank) for rank in range(self._num_ranks))
         return Outcome(
             mpirun_code=code,

@@ -54,6 +54,13 @@ class Vigil:
         self.is_starting = True
         """Ranks of this host are not through the start yet, as far as can be seen."""
 
+    def conclude(self) -> None:
+        """After the job: a short one may have been through the start between two looks."""
+        leases = [read_lease(self._job_dir, rank) for rank in range(self._num_ranks)]
+        self.is_managed = any(leases)
+        if any(state.stage > Stage.STARTING for state in leases if state):
+            self.is_starting = False
+
     def look(self, processes: JobProcesses, now: float) -> str | None:
         """Kills ranks whose lease is over. Returns why the start has failed, when it has."""
         if self._last_look is not None and now - self._last_look > _AWAY_S:
@@ -111,7 +118,7 @@ class Vigil:
     def _stood_still(self, here: dict[int, LeaseState | None], alive: set[int], loaded: set[int]) -> str:
         """Says who keeps the others waiting, as well as that can be told; lets the ranks print their stacks."""
         stopped = {rank for rank in alive if _is_stopped(here[rank])}
-        late = alive - loaded if loaded else set()
+        late = alive - loaded
         missing = set(range(self._num_ranks)) - here.keys()
         if stopped:
             who, verbs, what = stopped, ("is", "are"), "stopped (SIGSTOP)"

@@ -101,7 +101,6 @@ ENDS = {
     "freeze": freeze,
     "wait": wait,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "abort": lambda: MPI.COMM_WORLD.Abort(9) if SECOND else sleep_for_ever(),
 }
 
 words = sys.argv[1:]
