@@ -44,7 +44,7 @@ def allocated(mpirun: Path, options: Sequence[str], environment: Mapping[str, st
     try:
         answer = subprocess.run(
             [*words, "-n", "1", "true"],
-            env=dict(environment),
+            env={**environment, "PRTE_MCA_prte_keep_fqdn_hostnames": "1"},  # names as they were given
             capture_output=True,
             text=True,
             errors="replace",

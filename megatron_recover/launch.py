@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from megatron_recover.collectives.runtime_params import as_environment
 from megatron_recover.errors import TIMED_OUT, ExitCode, UserError, name_of
 from megatron_recover.faults import TRY_VARIABLE
 from megatron_recover.processes import JOB_VARIABLE
+from megatron_recover.status import LAUNCHER_HOST_VARIABLE
 from megatron_recover.stop_signals import StopSignals
 from megatron_recover.supervise import Outcome, Supervisor
 from megatron_recover.telemetry.blackbox import Snapshot
@@ -101,7 +103,8 @@ def command(job: Launch, mpirun: Path) -> list[str]:
         line += ["--oversubscribe"]
     if "--bind-to" not in options:
         line += ["--bind-to", "none"]
-    for name in (JOB_VARIABLE, JOB_DIR_VARIABLE, TRY_VARIABLE, "PYTHONUNBUFFERED", "OMP_NUM_THREADS"):
+    variables = (JOB_VARIABLE, JOB_DIR_VARIABLE, TRY_VARIABLE, LAUNCHER_HOST_VARIABLE)
+    for name in (*variables, "PYTHONUNBUFFERED", "OMP_NUM_THREADS"):
         line += ["-x", name]  # to other hosts too
     line += [*options, "-n", str(job.num_ranks)]
     return [*line, sys.executable, "-m", job.entry, job.script, *job.script_arguments]
@@ -116,7 +119,12 @@ def environment(job_id: str, job_dir: Path, base: Mapping[str, str], number: int
     )  # ranks write to a pipe, and output is to be seen when it is made
     kept.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores of a host
     kept.setdefault("HOME", str(job_dir))  # mpirun does not start without one
-    ours = {JOB_VARIABLE: job_id, JOB_DIR_VARIABLE: str(job_dir), TRY_VARIABLE: str(number)}
+    ours = {
+        JOB_VARIABLE: job_id,
+        JOB_DIR_VARIABLE: str(job_dir),
+        TRY_VARIABLE: str(number),
+        LAUNCHER_HOST_VARIABLE: socket.gethostname(),
+    }
     return {**kept, **as_environment(), **ours}
 
 

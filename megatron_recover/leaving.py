@@ -22,6 +22,7 @@ import psutil
 
 from megatron_recover.errors import ExitCode
 from megatron_recover.lease import own_lease
+from megatron_recover.status import tell_launcher
 
 ATEXIT_S = 20.0
 """Time for exit handlers (wandb uploads, writers) of a process that ends in good order."""
@@ -104,14 +105,15 @@ def write_status(code: int, reason: str, job_dir: str | None = None, *, replicas
     folder = job_dir or os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     if not folder:
         return
+    status: dict[str, object] = {"exit_code": int(code), "reason": reason}
+    if replicas_left is not None:
+        status["replicas_left"] = replicas_left
     with contextlib.suppress(OSError):
         target = Path(folder) / "status.json"
         draft = target.with_suffix(f".{os.getpid()}")
-        status: dict[str, object] = {"exit_code": int(code), "reason": reason}
-        if replicas_left is not None:
-            status["replicas_left"] = replicas_left
         draft.write_text(json.dumps(status))
         draft.replace(target)
+    tell_launcher(status)
 
 
 def report_error(error: BaseException, rank: int) -> None:

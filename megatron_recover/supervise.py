@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from megatron_recover.errors import ExitCode
 from megatron_recover.guard import guarded
 from megatron_recover.output import NoiseFilter, Pump
 from megatron_recover.processes import JobProcesses
+from megatron_recover.status import read_status
 from megatron_recover.stop_signals import StopSignals
 from megatron_recover.telemetry.blackbox import Snapshot, read_blackbox
 from megatron_recover.vigil import Vigil
@@ -102,6 +102,7 @@ class Supervisor:
         self._job_id = job_id
         self._processes = JobProcesses(job_id)
         self._vigil = Vigil(job_dir, num_ranks, start_timeout_s)
+        self._noise = NoiseFilter()
         self._signals = signals
         self._stop_signal: signal.Signals | None = None
         self._is_stopping = False
@@ -126,7 +127,7 @@ class Supervisor:
             assert mpirun.stdout is not None
             assert mpirun.stderr is not None
             out_log, err_log = self._logs or (None, None)
-            pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, NoiseFilter())]
+            pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, self._noise)]
             for pump in pumps:
                 pump.start()
             try:
@@ -240,14 +241,16 @@ class Supervisor:
         self._told |= self._processes.signal_ranks(signal.SIGTERM, except_pids=self._told)
 
     def _status(self) -> dict[str, Any] | None:
+        """What was said last about the end of the job, on this host or another one."""
+        from_afar = self._noise.status
         try:
-            status = json.loads((self._job_dir / STATUS_FILE).read_text())
-            known = {"exit_code": int(status["exit_code"]), "reason": str(status.get("reason", ""))}
-            if status.get("replicas_left") is not None:
-                known["replicas_left"] = int(status["replicas_left"])
-            return known
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+            path = self._job_dir / STATUS_FILE
+            written, status = path.stat().st_mtime, read_status(path.read_text())
+        except (OSError, UnicodeDecodeError):
+            status = None
+        if from_afar is not None and (status is None or from_afar[0] > written):
+            return from_afar[1]
+        return status
 
 
 def _say(text: str) -> None:

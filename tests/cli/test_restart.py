@@ -39,6 +39,7 @@ def test_starts_again_on_the_replicas_that_are_left() -> None:
     seen = begun(done.out)
     assert [(one["try"], one["ranks"]) for one in seen] == [(1, 3), (2, 2), (3, 1)]
     assert len({one["job"] for one in seen}) == 1, "all tries are one job, for wandb too"
+    assert [one["left"] for one in seen] == [0, 0, 0]
     assert len({one["dir"] for one in seen}) == 3, "what a try left behind does not confuse the next one"
     assert ours(done.err) == [
         "try 1 ended with exit code 73 (gave up): as told; starting again (try 2 of at most 4) with 2 of 3 ranks, "

@@ -1,12 +1,15 @@
 """Ranks that end each try of a job as they are told: ``tries.py WHAT ...``, one word for each try, the last for all
 that follow. What a word means stands in ``ENDS``; it may carry the iteration that the ranks come to (``gave-up@5``)."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from megatron_recover import leaving
 from megatron_recover.lease import Stage, own_lease
@@ -23,11 +26,11 @@ def sleep_for_ever() -> None:
         time.sleep(3600)
 
 
-def end(code: int, **status: object) -> None:
+def end(code: int, **status: int) -> None:
     """What all ranks do at an end that they have agreed on."""
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
-        (JOB_DIR / "status.json").write_text(json.dumps({"exit_code": code, "reason": "as told", **status}))
+        leaving.write_status(code, "as told", **status)
     MPI.COMM_WORLD.Barrier()
     own_lease().ends_with(code)
     os._exit(code)
@@ -73,7 +76,7 @@ def freeze() -> None:
         own_lease().renew()
         time.sleep(0.02)
     print(f"killed after {time.monotonic() - begin:.1f} s", flush=True)
-    (JOB_DIR / "status.json").write_text(json.dumps({"exit_code": 0, "reason": "done"}))
+    leaving.write_status(0, "done")
     own_lease().ends_with(0)
     os._exit(0)
 
@@ -83,6 +86,25 @@ def wait() -> None:
     while True:
         own_lease().renew()
         time.sleep(0.05)
+
+
+def host_lost() -> None:
+    """The host of the second rank is switched off (a node of tests/cluster.py)."""
+    if SECOND:
+        from cluster import power_off
+
+        power_off()
+    wait()
+
+
+def left_behind(job: str) -> int:
+    """Ranks of the tries before that are still on this host."""
+    found = 0
+    for process in psutil.process_iter() if TRY > 1 else ():
+        with contextlib.suppress(psutil.Error):
+            theirs = process.environ()
+            found += theirs.get("MEGATRON_RECOVER_JOB") == job and int(theirs["MEGATRON_RECOVER_TRY"]) < TRY
+    return found
 
 
 BEFORE_MPI = {
@@ -100,6 +122,7 @@ ENDS = {
     "differ": lambda: end(72),
     "freeze": freeze,
     "wait": wait,
+    "host-lost": host_lost,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
@@ -115,8 +138,9 @@ from mpi4py import MPI  # noqa: E402
 MPI.COMM_WORLD.Barrier()
 own_lease().enter(Stage.SETTING_UP, 300.0)
 if RANK == 0:
-    seen = {"try": TRY, "ranks": MPI.COMM_WORLD.Get_size(), "dir": str(JOB_DIR)}
-    print("TRY", json.dumps(seen | {"job": os.environ["MEGATRON_RECOVER_JOB"]}), flush=True)
+    job = os.environ["MEGATRON_RECOVER_JOB"]
+    seen = {"try": TRY, "ranks": MPI.COMM_WORLD.Get_size(), "dir": str(JOB_DIR), "job": job, "left": left_behind(job)}
+    print("TRY", json.dumps(seen), flush=True)
 if iteration:
     BlackBox(JOB_DIR, RANK).mark("forward", int(iteration), 0)
 MPI.COMM_WORLD.Barrier()
