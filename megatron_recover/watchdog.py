@@ -60,6 +60,8 @@ class Watchdog:
         self._is_training = self._is_waiting = False
         self._progress_at = self._beat_at = time.monotonic()
         self._moving_since: float | None = None
+        self.longest_silence_s = 0.0
+        """Longest time between two renewals of the lease during training: how near it came to the timeout."""
         self._end = threading.Event()
         lease.enter(Stage.SETTING_UP, SETUP_TIMEOUT_S)
         self._thread = threading.Thread(target=self._main, name="recover-watchdog", daemon=True)
@@ -113,6 +115,8 @@ class Watchdog:
             now = time.monotonic()
             away, self._beat_at = now - self._beat_at, now
             self._lease.renew()
+            if self._is_training:
+                self.longest_silence_s = max(self.longest_silence_s, away)
             if away > 4 * tick:  # this process was not running: that is no fault of its threads
                 self._progress_at += away
                 if self._moving_since is not None:
