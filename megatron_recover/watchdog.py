@@ -79,6 +79,11 @@ class Watchdog:
         self._is_training = False
         self._lease.enter(Stage.ENDING, ENDING_TIMEOUT_S)
 
+    def stop(self) -> None:
+        """Ends the thread: the lease is not renewed any more, and nothing is looked at."""
+        self._end.set()
+        self._thread.join()
+
     def progress(self) -> None:
         """The training thread has come to another phase."""
         self._progress_at = time.monotonic()
