@@ -18,13 +18,16 @@ class ExitCode(enum.IntEnum):
     BAD_CONFIGURATION = 2
     """Refused at start: a flag, a size, a path or the MPI library is not usable. Nothing was started."""
     TOO_FEW_REPLICAS = 70
-    """Fewer than ``--recover-min-replicas`` replicas are left. A checkpoint was saved where ``--save`` is set."""
+    """Fewer than ``--recover-min-replicas`` replicas are left. A checkpoint was saved where ``--save`` is set
+    and the disk took it; the message says so."""
     NO_REPLICA_LEFT = 71
     """No whole replica is left, so nothing could be saved. Resume from the last checkpoint."""
     REPLICAS_DIFFER = 72
     """Replicas that must be equal are not, or their plans do not match. Training stopped before the next step."""
     GAVE_UP = 73
     """A repair did not come to an end before its deadline, or a rank ended in a way that cannot be repaired."""
+    NOT_SAVED = 74
+    """Training came to its end, or was ended by a signal or time limit, but its last state could not be saved."""
 
 
 class RecoverError(Exception):
@@ -49,3 +52,9 @@ class ReplicasDiffer(RecoverError):
     """The run-time checks found replicas, plans or microbatch ids that do not match."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
+
+
+class NotSaved(RecoverError):
+    """The last checkpoint could not be written."""
+
+    exit_code = ExitCode.NOT_SAVED

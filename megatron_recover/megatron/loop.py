@@ -44,17 +44,19 @@ def install(adapter: Adapter) -> None:
 
     @functools.wraps(stock_train)
     def train(*args: Any, **options: Any) -> Any:
+        adapter.saver.starts()
         try:
-            return stock_train(*args, **options)
+            result = stock_train(*args, **options)
         except TooFewReplicas as error:
             # Raised by all ranks at the same agreement, before the optimizer step or in evaluation: parameters and
             # counters are those after `completed` iterations.
-            if checkpoint.save_now(adapter, adapter.completed):
-                raise TooFewReplicas(
-                    f"{error}; the state after iteration {adapter.completed} is saved in {get_args().save}: "
-                    "start again with --load on the replicas that are left"
-                ) from None
-            raise TooFewReplicas(f"{error}; nothing is saved because --save is not set") from None
+            raise TooFewReplicas(f"{error}; {checkpoint.save_now(adapter, adapter.completed)}") from None
+        except SystemExit as end:  # by signal, time or iteration, and on all ranks alike
+            if not end.code:
+                checkpoint.raise_if_unsaved(adapter)
+            raise
+        adapter.is_trained = True
+        return result
 
     @functools.wraps(stock_build)
     def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:
