@@ -44,8 +44,9 @@ signals: SIGTERM, SIGHUP and the first Ctrl-C are passed to the ranks as SIGTERM
 --exit-signal-handler they save and end); the second Ctrl-C ends the job at once.
 
 exit codes: 0 done; 1 the script failed; 2 refused at start; 70 fewer than --recover-min-replicas left
-(saved, if --save is set); 71 no replica left; 72 replicas differ; 73 a repair did not end; 124 --timeout;
-128+s stopped by signal s; others are the script's own. The last line says which and why.
+(saved, if --save is set); 71 no replica left; 72 replicas differ; 73 a repair did not end; 74 trained, but the
+disk did not take the last checkpoint; 124 --timeout; 128+s stopped by signal s; others are the script's own.
+The last line says which and why.
 """
 _DOCTOR_EPILOG = """It looks at Python, torch, CUDA, megatron-core, MPI and its fault tolerance, and runs two
 ranks of which one is killed: the other has to notice, repair and go on.
