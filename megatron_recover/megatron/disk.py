@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "cannot be opened", "Parent directory")
-"""Words of the only message that torch's own file writer has, whatever the system told it."""
+"""Words in the messages of torch's own file writer, which keeps to itself what the system told it."""
 
 
 class DiskFailure(RuntimeError):
@@ -23,9 +23,8 @@ def disk_problem(error: BaseException) -> str | None:
         # A number comes from the system; peers of the replica that are gone are no matter of the disk.
         if isinstance(one, OSError) and one.errno is not None and not isinstance(one, ConnectionError):
             return one.strerror or str(one)
-    for one in errors:
-        if isinstance(one, RuntimeError) and any(word in str(one) for word in _TORCH_WRITER):
-            return str(one).splitlines()[0]
+    if any(isinstance(one, RuntimeError) and word in str(one) for one in errors for word in _TORCH_WRITER):
+        return "a file could not be written (torch does not say why)"
     return None
 
 
