@@ -163,6 +163,10 @@ class Session:
         self.observer.phase(phase, self.current_iteration, index)
         self.injector.at(phase, self.current_iteration, index)
 
+    def inject(self, phase: str, iteration: int, index: int = 0) -> None:
+        """Carries out an injected failure of work that may go on beside the iterations (any thread)."""
+        self.injector.at(phase, iteration, index)
+
     @property
     def pending_faults(self) -> tuple[Fault, ...]:
         """Injected failures of this rank that have not happened."""
