@@ -6,6 +6,7 @@ Every way a job can end has a named exit code, so that a batch script can tell "
 from __future__ import annotations
 
 import enum
+import signal
 
 
 class ExitCode(enum.IntEnum):
@@ -25,12 +26,16 @@ class ExitCode(enum.IntEnum):
     """Replicas that must be equal are not, or their plans do not match. Training stopped before the next step."""
     GAVE_UP = 73
     """A repair did not come to an end before its deadline, or a rank ended in a way that cannot be repaired."""
+    SAVED_ON_SIGNAL = 74
+    """Ended by a signal, after a checkpoint: submit again."""
+    NOT_FINITE = 75
+    """A gradient is NaN or Inf; the log names rank, replica and microbatch. Training stopped before the step."""
 
 
 class RecoverError(Exception):
     """Base of all errors of this package; ``exit_code`` is what the job ends with."""
 
-    exit_code: ExitCode = ExitCode.CRASHED
+    exit_code: int = ExitCode.CRASHED
 
 
 class UserError(RecoverError):
@@ -49,3 +54,22 @@ class ReplicasDiffer(RecoverError):
     """The run-time checks found replicas, plans or microbatch ids that do not match."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
+
+
+class StoppedBySignal(RecoverError):
+    """Every replica was asked to leave (SIGTERM).
+
+    Args:
+        message: what happened.
+        saved: a checkpoint was saved (exit code 74); otherwise it is 143, as of a process that SIGTERM ended.
+    """
+
+    def __init__(self, message: str, *, saved: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode.SAVED_ON_SIGNAL if saved else 128 + signal.SIGTERM
+
+
+class NotFinite(RecoverError):
+    """A gradient is NaN or Inf, and is so again when it is computed again."""
+
+    exit_code = ExitCode.NOT_FINITE

@@ -81,6 +81,8 @@ def _watch(child: int, lease: Lease, watched: set[signal.Signals]) -> int:
                 + ("; see --recover-heartbeat-timeout" if state.stage is Stage.TRAINING else "")
             )
             with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGUSR1)  # faulthandler prints the stacks, Python's lock or not
+                signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
                 os.kill(child, signal.SIGKILL)
             return os.waitpid(child, 0)[1]
 

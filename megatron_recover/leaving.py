@@ -1,8 +1,8 @@
 """How a process leaves a job.
 
 Only two ways do not disturb the others: SIGKILL to itself and ``os._exit(0)``. A normal interpreter exit or
-MPI_Finalize of one rank hangs the rest, a non-zero exit code ends the whole job (measured). Children
-(checkpoint and data workers) would keep mpirun's pipes open, so they are ended first.
+MPI_Finalize of one rank hangs the rest, a non-zero exit code ends the whole job (measured) unless the rank's keeper
+turns it into a death. Children (checkpoint and data workers) would keep mpirun's pipes open, so they are ended first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from megatron_recover.errors import ExitCode
+from megatron_recover.lease import own_lease
 
 ATEXIT_S = 20.0
 """Time for exit handlers (wandb uploads, writers) of a process that ends in good order."""
@@ -28,7 +29,7 @@ ATEXIT_S = 20.0
 
 def end_children() -> None:
     """Kills every descendant of this process."""
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError, MemoryError):
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -37,7 +38,9 @@ def end_children() -> None:
 def leave_as_failed(reason: str, *, quiet: bool = False) -> None:
     """Leaves at once, as a failure that the others repair. Does not return."""
     if not quiet:
-        print(f"megatron_recover: process {os.getpid()} leaves: {reason}", file=sys.__stderr__, flush=True)
+        with contextlib.suppress(Exception):
+            whose = f"rank {own_lease().rank} (process {os.getpid()})"
+            print(f"megatron_recover: {whose} leaves: {reason}", file=sys.__stderr__, flush=True)
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
@@ -48,18 +51,31 @@ def leave_as_failed(reason: str, *, quiet: bool = False) -> None:
 def leave_as_orphan() -> None:
     """Leaves because another member of this replica is dead (called on the engine thread). Does not return."""
     end_children()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
 
-def give_up(reason: str) -> None:
+def leave_in_order() -> None:
+    """Leaves because this replica was asked to, while the others go on. Does not return."""
+    _run_exit_handlers()
+    end_children()
+    os._exit(0)
+
+
+def give_up(reason: str, replicas_left: int | None = None) -> None:
     """Ends the job because waiting has no sense any more. Does not return.
 
-    The non-zero exit code takes the other ranks down, which is what is wanted here: the next start resumes
+    The non-zero exit code takes the other ranks down, which is what is wanted here: the launcher starts the job again
     from the last checkpoint.
+
+    Args:
+        reason: for the log and the launcher.
+        replicas_left: whole replicas that are alive, as far as is known here.
     """
-    print(f"megatron_recover: {reason}", file=sys.__stderr__, flush=True)
-    write_status(ExitCode.GAVE_UP, reason)
+    with contextlib.suppress(Exception):
+        print(f"megatron_recover: {reason}", file=sys.__stderr__, flush=True)
+    write_status(ExitCode.GAVE_UP, reason, replicas_left=replicas_left)
     end_children()
+    own_lease().ends_with(ExitCode.GAVE_UP)
     os._exit(ExitCode.GAVE_UP)
 
 
@@ -68,17 +84,22 @@ def end_together(code: int) -> None:
 
     Exit handlers run under a deadline; then ``os._exit``, because MPI must not be finalised rank by rank.
     """
+    _run_exit_handlers()
+    end_children()
+    own_lease().ends_with(code)
+    os._exit(code)
+
+
+def _run_exit_handlers() -> None:
     runner = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     runner.start()
     runner.join(ATEXIT_S)
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
-    end_children()
-    os._exit(code)
 
 
-def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
+def write_status(code: int, reason: str, job_dir: str | None = None, *, replicas_left: int | None = None) -> None:
     """Tells the launcher how the job ended (``status.json`` in the job's directory). Never raises."""
     folder = job_dir or os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     if not folder:
@@ -86,7 +107,10 @@ def write_status(code: int, reason: str, job_dir: str | None = None) -> None:
     with contextlib.suppress(OSError):
         target = Path(folder) / "status.json"
         draft = target.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"exit_code": int(code), "reason": reason}))
+        status: dict[str, object] = {"exit_code": int(code), "reason": reason}
+        if replicas_left is not None:
+            status["replicas_left"] = replicas_left
+        draft.write_text(json.dumps(status))
         draft.replace(target)
 
 

@@ -3,113 +3,31 @@
 With --recover among ARGS the seams are installed first, and any unmodified Megatron ``pretrain_*.py`` runs.
 Without it the script uses the public core (``megatron_recover.session``) by itself. Either way the rank leaves
 in a way that does not disturb the others.
+
+What is imported before the keeper forks is in every process twice, so it is next to nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import os
-import runpy
-import signal
 import sys
-import time
-from collections.abc import Sequence
 
-from megatron_recover.errors import ExitCode, RecoverError, UserError
-from megatron_recover.leaving import (
-    code_of,
-    describe,
-    end_together,
-    leave_as_failed,
-    report_error,
-    write_status,
-)
-from megatron_recover.session import Session
-
-ORPHAN_GRACE_S = 1.0
-"""How long a rank whose own groups broke waits to be found an orphan before it reports an error."""
+from megatron_recover.keeper import keep
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Does not return."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
-        raise SystemExit(0 if arguments else int(ExitCode.BAD_CONFIGURATION))
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    script, sys.argv = arguments[0], arguments
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    try:
-        if "--recover" in arguments[1:]:
-            from megatron_recover.megatron.install import install
-
-            install(arguments[1:])
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if code:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr, flush=True)
-            write_status(code, f"the training script ended with exit code {code}")
-            leave_as_failed(f"the script ended with exit code {code}", quiet=True)
-    except UserError as error:
-        if _rank() == 0:
-            print(f"error: {error}", file=sys.__stderr__, flush=True)
-        write_status(error.exit_code, str(error))
-        leave_as_failed(str(error), quiet=True)
-    except RecoverError as error:  # raised on all living ranks together
-        if (session := Session.current()) is not None:
-            _end_in_agreement(session, error)
-        _fail(error)
-    except BaseException as error:
-        _fail(error)
-    session = Session.current()
-    if session is None:
-        write_status(0, "done")
-        end_together(0)
-    else:
-        _end_in_agreement(session, None)
+        raise SystemExit(0 if len(sys.argv) > 1 else 2)
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMIX_RANK") or 0)
+    keep(_run, os.environ.get("MEGATRON_RECOVER_JOB_DIR"), rank)
 
 
-def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
-    """The leader writes down how it ended, all living ranks agree that it has, then all leave."""
-    code, reason = (0, "done") if error is None else (code_of(error), str(error))
-    for fault in session.pending_faults:
-        message = f"fault injection: {fault.spec} did not happen: this rank never came there"
-        print(message, file=sys.__stderr__, flush=True)
-    if session.is_leader and session.coordinate == 0:
-        if error is not None:
-            print(f"error: {error}", file=sys.__stderr__, flush=True)
-        write_status(code, reason)
-        session.observer.finished(code, reason)
-    # A rank that is lost here is lost after everything was written.
-    session.close()
-    end_together(code)
+def _run() -> None:
+    from megatron_recover import rank
 
-
-def _fail(error: BaseException) -> None:
-    session = Session.current()
-    if session is not None and session.layout.replica_size > 1 and _is_communication_error(error):
-        # Most likely a peer of this replica died: then the engine sees that in a moment and ends this process,
-        # quietly, as an orphan.
-        time.sleep(ORPHAN_GRACE_S)
-    with contextlib.suppress(Exception):
-        report_error(error, _rank())
-        write_status(code_of(error), describe(error))
-    leave_as_failed(f"{type(error).__name__}", quiet=True)
-
-
-def _is_communication_error(error: BaseException) -> bool:
-    """Whether an error comes from the replica's own torch.distributed groups."""
-    words = ("gloo", "nccl", "connection", "c10d", "tcpstore", "socket")
-    return isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in words)
-
-
-def _rank() -> int:
-    session = Session.current()
-    return session.rank if session is not None else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    rank.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -16,66 +16,35 @@ Nothing in here knows Megatron.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 
-from megatron_recover.collectives import runtime
+from megatron_recover.collectives import membership, runtime
 from megatron_recover.collectives.engine import Attempt, Engine
 from megatron_recover.collectives.repair import Repair
 from megatron_recover.collectives.runtime import Communicators
-from megatron_recover.errors import RecoverError, ReplicasDiffer, TooFewReplicas
+from megatron_recover.errors import ReplicasDiffer, StoppedBySignal, TooFewReplicas
 from megatron_recover.faults import Fault, FaultInjector
-from megatron_recover.leaving import give_up, leave_as_orphan
-from megatron_recover.recovery import Bucket, BucketLedger, Contribution, check_contributions
-from megatron_recover.workload import Plan, Policy, get_policy
+from megatron_recover.iteration import Iteration, Round
+from megatron_recover.lease import own_lease
+from megatron_recover.leaving import give_up, leave_as_failed, leave_as_orphan, leave_in_order
+from megatron_recover.observer import Observer, Silent
+from megatron_recover.recovery import Bucket
+from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S
+from megatron_recover.watchdog import Watchdog
+from megatron_recover.workload import Policy, get_policy
 
-_DIFFER = "differ"
+__all__ = ["Bucket", "Iteration", "Observer", "Round", "Session", "Silent"]
 
-
-class Observer(Protocol):
-    """Told what happens; must not block and must not raise."""
-
-    def phase(self, phase: str, iteration: int, index: int) -> None:
-        """This rank enters a phase (training thread; ``reduce`` from the engine thread)."""
-
-    def repaired(self, report: Repair) -> None:
-        """A repair is done (engine thread)."""
-
-    def committed(self, iteration: Iteration) -> None:
-        """An iteration is committed (training thread)."""
-
-    def leader_changed(self, leader: int, iteration: int) -> None:
-        """Another replica leads from here on (training thread of every rank)."""
-
-    def agreed(self) -> None:
-        """All living ranks have come to an agreement (training thread; after ``leader_changed``)."""
-
-    def finished(self, exit_code: int, reason: str) -> None:
-        """The job ends (training thread of the leader's first rank)."""
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def phase(self, phase: str, iteration: int, index: int) -> None: ...
-    def repaired(self, report: Repair) -> None: ...
-    def committed(self, iteration: Iteration) -> None: ...
-    def leader_changed(self, leader: int, iteration: int) -> None: ...
-    def agreed(self) -> None: ...
-    def finished(self, exit_code: int, reason: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Round:
-    """One pass of forward and backward inside an iteration."""
-
-    number: int
-    """From 1; above 1 after a failure."""
-    ids: tuple[int, ...]
-    """Microbatches this replica has to run in it, in order. May be empty."""
+_DIFFER, _LEAVE, _NOT_FINITE = 1, 2, 4
+_FIRST_VOTER = 3
+_REPLICAS_PER_VOTE = 20
+_ENGINE_PHASES = ("reduce", "repair")
 
 
 class Session:
@@ -88,6 +57,10 @@ class Session:
         comms: from ``collectives.runtime.start``.
         policy: name of a workload policy.
         min_replicas: with fewer living replicas ``TooFewReplicas`` is raised on all ranks together.
+        heartbeat_timeout_s: a rank that gives no sign of life for so long during training is killed.
+        progress_timeout_s: a rank whose training thread changes no phase for so long leaves; 0: never.
+        repair_timeout_s: a repair that takes so long ends the job (the launcher starts it again).
+        check_finite: look for NaN and Inf in every bucket before it is reduced.
         injector: failure injection.
         observer: telemetry.
         on_orphaned: called (engine thread) when this rank must leave; must not return.
@@ -101,6 +74,10 @@ class Session:
         *,
         policy: str = "balanced",
         min_replicas: int = 1,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        repair_timeout_s: float = REPAIR_TIMEOUT_S,
+        check_finite: bool = True,
         injector: FaultInjector | None = None,
         observer: Observer | None = None,
         on_orphaned: Callable[[], None] = leave_as_orphan,
@@ -109,18 +86,40 @@ class Session:
         self.rank, self.replica, self.coordinate = comms.rank, comms.replica, comms.coordinate
         self.policy: Policy = get_policy(policy, num_replicas=self.layout.num_replicas)
         self.min_replicas = min_replicas
+        self.check_finite = check_finite
         self.observer: Observer = observer or Silent()
+        self.injector = injector or FaultInjector((), self.rank)
         self.current_iteration = 0
         self.decisions: dict[str, bool] = {}
+        self.found_not_finite = False
+        """Some rank voted at the last agreement that a gradient is NaN or Inf."""
         self.fingerprint: tuple[Any, ...] = ()
         """What must be the same on all ranks of this coordinate at the next commit."""
         self.buffers: dict[int, torch.Tensor] = {}
         """Result buffers of the last committed iteration, for the next one: not allocated in each."""
         self._voters: dict[str, Callable[[], bool]] = {}
-        self._injector = injector or FaultInjector((), self.rank)
         self._closing = False
+        self._is_training = False
+        self._asked_to_leave = False
+        self._somebody_leaves = False
         self._leave_as_orphan = on_orphaned
-        self.engine = Engine(comms, on_repair=self._repaired, on_orphaned=self._orphaned, on_give_up=give_up)
+        self.watchdog = Watchdog(
+            own_lease(os.environ.get("MEGATRON_RECOVER_JOB_DIR"), self.rank),
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            progress_timeout_s=progress_timeout_s,
+            moving_timeout_s=max(repair_timeout_s, 60.0),
+            fail=leave_as_failed,
+            is_fenced=len({place.host for place in self.layout.places}) > 1,
+        )
+        self.engine = Engine(
+            comms,
+            on_repair=self._repaired,
+            on_repair_step=lambda step: self.at("repair", step),
+            on_orphaned=self._orphaned,
+            on_give_up=self._give_up,
+            moving=self.watchdog.moving,
+            repair_deadline_s=repair_timeout_s,
+        )
         self.epoch = self.engine.epoch
         self.alive = self.engine.alive
         self.engine.start()
@@ -159,13 +158,15 @@ class Session:
 
     def at(self, phase: str, index: int = 0) -> None:
         """Marks that this rank enters a phase; carries out an injected failure that is due there."""
+        if phase not in _ENGINE_PHASES:
+            self.watchdog.progress()
         self.observer.phase(phase, self.current_iteration, index)
-        self._injector.at(phase, self.current_iteration, index)
+        self.injector.at(phase, self.current_iteration, index)
 
     @property
     def pending_faults(self) -> tuple[Fault, ...]:
         """Injected failures of this rank that have not happened."""
-        return self._injector.pending
+        return self.injector.pending
 
     def vote(self, name: str, voter: Callable[[], bool]) -> None:
         """From now on each agreement also ORs ``voter()`` over all ranks into ``decisions[name]``.
@@ -175,36 +176,54 @@ class Session:
         self._voters[name] = voter
         self.decisions[name] = False
 
-    def agree(self, ok: bool = True, *, differ: bool = False, check: bool = True) -> Attempt:
+    def agree(
+        self, ok: bool = True, *, differ: bool = False, not_finite: bool = False, check: bool = True
+    ) -> Attempt:
         """Waits until every living rank has come here; updates ``alive``, ``leader`` and ``decisions``.
 
         Args:
             ok: this rank's yes or no.
             differ: this rank found replicas that differ.
+            not_finite: this rank found a gradient that is NaN or Inf.
             check: raise when too few replicas are left.
 
         Raises:
             TooFewReplicas: on all ranks together.
             ReplicasDiffer: on all ranks together, when one found a difference.
         """
-        ballot = [differ] + [bool(voter()) for voter in self._voters.values()]
-        votes = sum(1 << bit for bit, said in enumerate(ballot) if said)
-        attempt = self.engine.attempt(ok, self.epoch, votes).result()
+        ballot = [differ, self._asked_to_leave, not_finite] + [bool(voter()) for voter in self._voters.values()]
+        attempt = self._attempt(ok, sum(1 << bit for bit, said in enumerate(ballot) if said))
+        for bit, name in enumerate(self._voters, start=_FIRST_VOTER):
+            self.decisions[name] = bool(attempt.votes >> bit & 1)
+        self._somebody_leaves = bool(attempt.votes & _LEAVE)
+        self.found_not_finite = bool(attempt.votes & _NOT_FINITE)
+        self.observer.agreed()
+        if check and attempt.votes & _DIFFER and not differ:
+            raise ReplicasDiffer("another rank found replicas that differ; its message is in the log")
+        if check:
+            self._check_enough(len(self.alive))
+        return attempt
+
+    def _attempt(self, ok: bool, votes: int) -> Attempt:
+        with self.watchdog.waiting():
+            attempt = self.engine.attempt(ok, self.epoch, votes).result()
         before = self.leader
         self.epoch, self.alive = attempt.epoch, attempt.alive
-        for bit, name in enumerate(self._voters, start=1):
-            self.decisions[name] = bool(attempt.votes >> bit & 1)
         if self.leader != before:
+            if self.is_leader:
+                self.at("takeover")
             self.observer.leader_changed(self.leader, self.current_iteration)
-        self.observer.agreed()
-        if check and attempt.votes & 1 and not differ:
-            raise ReplicasDiffer("another rank found replicas that differ; its message is in the log")
-        if check and len(self.alive) < self.min_replicas:
-            raise TooFewReplicas(
-                f"{len(self.alive)} of {self.layout.num_replicas} replicas are left, fewer than "
-                f"--recover-min-replicas {self.min_replicas}"
-            )
         return attempt
+
+    def which_replicas(self, said: bool) -> tuple[int, ...]:
+        """Living replicas of which some rank says yes. Collective over all living ranks."""
+        found: set[int] = set()
+        for first in range(0, self.layout.num_replicas, _REPLICAS_PER_VOTE):
+            place = self.replica - first
+            mine = said and 0 <= place < _REPLICAS_PER_VOTE
+            attempt = self._attempt(True, 1 << place if mine else 0)
+            found |= {first + bit for bit in range(_REPLICAS_PER_VOTE) if attempt.votes >> bit & 1}
+        return tuple(replica for replica in self.alive if replica in found)
 
     def by_leader(self, work: Callable[[], None], *, check: bool = True) -> None:
         """Runs ``work`` on all ranks of the leader; when the leader is lost in it, on the next one.
@@ -230,9 +249,45 @@ class Session:
             buckets: tensors to be summed over replicas, the same on every rank of a coordinate, in the
                 order in which backward finishes them. They have to be zero (or empty of gradients) now.
             phase: "train" or "eval".
+
+        Raises:
+            StoppedBySignal, TooFewReplicas: on all living ranks together, when replicas were asked to leave.
         """
+        if not self._is_training:
+            self._is_training = True
+            self._leave_on_sigterm()
+            self.watchdog.train()
+        self.watchdog.progress()
+        if self._somebody_leaves:
+            self._let_leave()
         self.current_iteration = number
         return Iteration(self, number, num_microbatches, buckets, phase)
+
+    def ask_to_leave(self) -> None:
+        """This rank's replica leaves, in good order, before the next iteration. What SIGTERM does during training."""
+        self._asked_to_leave = True
+
+    def drop_odd(self, odd: tuple[int, ...]) -> None:
+        """These replicas have another state than the majority: they leave, the others go on."""
+        reason = "its state (gradient norm, parameters) is another than that of the majority of replicas"
+        self.observer.leaving(odd, reason)
+        if self.replica in odd:
+            leave_as_failed(f"replica {self.replica} is dropped: {reason}")
+
+    def drop(self, replicas: tuple[int, ...], reason: str) -> None:
+        """All living ranks know that these replicas leave: they do, the others wait until they are gone.
+
+        Raises:
+            TooFewReplicas: on all that are left together.
+        """
+        self.observer.leaving(replicas, reason)
+        if self.replica in replicas:
+            leave_as_failed(f"replica {self.replica} is dropped: {reason}")
+        self.agree()
+
+    def say_last_words(self, text: str) -> None:
+        """A line from this rank, whoever leads."""
+        os.write(2, f"megatron_recover: {text}\n".encode())
 
     def close(self) -> None:
         """Waits for all living ranks, then stops looking for failures. After it, leave with os._exit(0)."""
@@ -241,7 +296,39 @@ class Session:
         self.engine.closing()
         self.agree(check=False)
         self.engine.close()
+        self.watchdog.finish()
         Session._current = None
+
+    def _let_leave(self) -> None:
+        """Replicas that were asked to leave do so here, between two iterations."""
+        self._somebody_leaves = False
+        leaving = self.which_replicas(self._asked_to_leave)
+        if not leaving:
+            return  # lost meanwhile
+        left = len(self.alive) - len(leaving)
+        if left == 0:
+            raise StoppedBySignal(f"every replica was sent SIGTERM, the last iteration is {self.current_iteration}")
+        self._check_enough(left, f" if replica {', '.join(map(str, leaving))}, which was sent SIGTERM, leaves")
+        self.observer.leaving(leaving, "it was sent SIGTERM")
+        if self.replica in leaving:
+            leave_in_order()
+        self.agree()  # completes when they are gone
+
+    def _check_enough(self, left: int, why: str = "") -> None:
+        if left < self.min_replicas:
+            raise TooFewReplicas(
+                f"{left} of {self.layout.num_replicas} replicas are left{why}, fewer than "
+                f"--recover-min-replicas {self.min_replicas}"
+            )
+
+    def _leave_on_sigterm(self) -> None:
+        """Unless the script has other plans for SIGTERM (as Megatron with --exit-signal-handler)."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self.ask_to_leave()
+
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, handle)
 
     def _repaired(self, report: Repair) -> None:
         if not self._closing:
@@ -252,126 +339,7 @@ class Session:
             os._exit(0)
         self._leave_as_orphan()
 
-
-class Iteration:
-    """One iteration: rounds until the world agrees that each microbatch is in, exactly once."""
-
-    def __init__(
-        self, session: Session, number: int, num_microbatches: int, buckets: Sequence[Bucket], phase: str
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.num_microbatches = num_microbatches
-        self.phase = phase
-        self.plan: Plan = session.policy.assign(num_microbatches, session.alive)
-        self.round = Round(0, ())
-        self.redone = 0
-        """Microbatches of lost replicas that had to be run again, on all replicas together."""
-        self.is_committed = False
-        self.results: list[Any] = []
-        """After the commit: what was recorded, in microbatch order (None where nothing was)."""
-        self.sums: dict[str, float] = {}
-        """After the commit: the named sums over all replicas."""
-        self._ledger = BucketLedger(session.engine, buckets, self._before_reduce, session.buffers)
-        self._ids: list[int] = []
-        self._records: dict[int, Any] = {}
-        self._sums: dict[str, float] = {}
-
-    def record(self, microbatch: int, value: Any) -> None:
-        """Keeps a (picklable, small) value of a microbatch; see ``results``."""
-        self._records[microbatch] = value
-
-    def add(self, name: str, value: float) -> None:
-        """Adds to a named sum over all rounds and replicas; see ``sums``."""
-        self._sums[name] = self._sums.get(name, 0) + value
-
-    def bucket_ready(self, index: int) -> None:
-        """The bucket's local gradient is final in this round: it may be reduced while backward goes on."""
-        self._ledger.ready(index)
-
-    @property
-    def early_buckets(self) -> int:
-        """Buckets that were handed over while their round still ran, so that their reduction overlaps with it."""
-        return self._ledger.early
-
-    def wait_for_bucket(self, index: int, timeout_s: float) -> bool:
-        """Waits until a bucket that was handed over is reduced. False: its epoch is gone; another round follows.
-
-        Raises:
-            TimeoutError: not within ``timeout_s`` seconds.
-        """
-        return self._ledger.wait_for(index, timeout_s)
-
-    def __iter__(self) -> Iterator[int]:
-        """Microbatch ids to run; when it ends the iteration is committed."""
-        for current in self.rounds():
-            yield from current.ids
-
-    def rounds(self) -> Iterator[Round]:
-        """The rounds to run; when it ends the iteration is committed. Run each to its end.
-
-        Raises:
-            TooFewReplicas, ReplicasDiffer: on all living ranks together.
-        """
-        session = self.session
-        todo = tuple(self.plan.ids_of(session.replica))
-        while True:
-            epoch = session.epoch
-            self.round = Round(self.round.number + 1, todo)
-            self._ledger.open_round(epoch)
-            yield self.round
-            self._ids.extend(todo)
-            ok, problem = self._reduce(epoch)
-            session.at("commit")
-            attempt = session.agree(ok, differ=problem is not None)
-            if problem is not None:
-                raise problem
-            if attempt.ok:
-                break
-            if attempt.alive == self.plan.alive:
-                raise RecoverError("a living rank could not commit although no replica was lost")
-            todo = self._take_over(attempt.alive)
-        session.at("after-commit")
-        self._ledger.commit()
-        self.is_committed = True
-        session.observer.committed(self)
-
-    def _take_over(self, alive: tuple[int, ...]) -> tuple[int, ...]:
-        lost = [replica for replica in self.plan.alive if replica not in alive]
-        self.redone += sum(len(self.plan.ids_of(replica)) for replica in lost)
-        self.plan = self.session.policy.reassign(self.plan, alive)
-        mine = tuple(self.plan.ids_of(self.session.replica))
-        return mine[len(self._ids) :]
-
-    def _before_reduce(self, index: int) -> None:
-        self.session.at("reduce", index)
-
-    def _reduce(self, epoch: int) -> tuple[bool, ReplicasDiffer | None]:
-        """Buckets and contributions of the round. True: all of them are in, and they add up."""
-        self._ledger.close_round()
-        mine = Contribution(
-            iteration=self.number,
-            num_microbatches=self.num_microbatches,
-            plan=self.plan.digest(),
-            ids=self._ids,
-            records=self._records,
-            sums=self._sums,
-            fingerprint=self.session.fingerprint,
-        )
-        gathered = self.session.engine.exchange(mine.pack(), epoch).result()
-        if not self._ledger.wait() or gathered is None:
-            return False, None
-        parts = {replica: Contribution.unpack(data) for replica, data in gathered.items()}
-        try:
-            check_contributions(parts)
-        except ReplicasDiffer as problem:
-            return False, problem
-        records: dict[int, Any] = {}
-        sums: dict[str, float] = {}
-        for part in parts.values():
-            records.update(part.records)
-            for name, value in part.sums.items():
-                sums[name] = sums.get(name, 0) + value
-        self.results = [records.get(microbatch) for microbatch in range(self.num_microbatches)]
-        self.sums = sums
-        return True, None
+    def _give_up(self, reason: str) -> None:
+        comms = self.engine.comms
+        lost = {self.layout.replica_of(rank) for rank in membership.failed(comms.world, comms.start)}
+        give_up(reason, replicas_left=len(set(self.engine.alive) - lost))

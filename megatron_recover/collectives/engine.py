@@ -14,6 +14,7 @@ commits are ordered alike on every rank.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import threading
 import time
@@ -38,7 +39,7 @@ POLL_S = 0.02
 CHUNK_BYTES = 1 << 28
 """A bucket is reduced in pieces of this size: MPI counts are C ints, and a repair need not wait for 8 GB."""
 
-REPAIR_DEADLINE_S = 120.0
+REPAIR_DEADLINE_S = 60.0
 
 _OK, _RUNNING, _VOTES = 1, 2, 2
 _VOTE_BITS = 24
@@ -81,8 +82,11 @@ class Engine:
     Args:
         comms: from ``runtime.start``.
         on_repair: called on the engine thread after each repair, before any operation of the new epoch.
+        on_repair_step: called on the engine thread inside a repair, with 0 to 3 (see ``repair.repair``).
         on_orphaned: called on the engine thread when this process has to leave; must not return.
         on_give_up: called with the reason when waiting has no sense any more; must end the process.
+        moving: a context in which data is moved between ranks that are all there, to be watched over.
+        repair_deadline_s: a repair that takes longer is given up.
     """
 
     def __init__(
@@ -90,14 +94,18 @@ class Engine:
         comms: Communicators,
         *,
         on_repair: Callable[[Repair], None] = lambda report: None,
+        on_repair_step: Callable[[int], None] = lambda step: None,
         on_orphaned: Callable[[], None] = lambda: os._exit(0),
         on_give_up: Callable[[str], None] = lambda reason: os._exit(1),
+        moving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         repair_deadline_s: float = REPAIR_DEADLINE_S,
     ) -> None:
         self.comms = comms
         self.epoch = 0
         self.alive: tuple[int, ...] = tuple(range(comms.layout.num_replicas))
         self._on_repair = on_repair
+        self._on_repair_step = on_repair_step
+        self._moving = moving
         self._on_orphaned = on_orphaned
         self._on_give_up = on_give_up
         self._repair_deadline_s = repair_deadline_s
@@ -243,17 +251,21 @@ class Engine:
         # Peers arrive at different times: waiting in a barrier that sleeps, and only then moving data at
         # full speed, keeps a waiting rank from taking a core away from one that computes.
         self._wait(self.comms.cross.Ibarrier(), keep=(send, task.result))
-        task.before()
+        with self._moving():
+            task.before()
+            self._move(send, task.result)
+        return True
+
+    def _move(self, send: NDArray[Any], result: NDArray[Any]) -> None:
         step = max(1, CHUNK_BYTES // send.itemsize)
         try:
             for begin in range(0, send.size, step):
                 piece = slice(begin, begin + step)
-                self.comms.cross.Allreduce(send[piece], task.result[piece])
+                self.comms.cross.Allreduce(send[piece], result[piece])
         except BaseException:
             # Parts of an all-reduce that failed may still be in flight: freeing their memory now crashes.
-            self._abandoned.append((send, task.result))
+            self._abandoned.append((send, result))
             raise
-        return True
 
     def _gather(self, payload: bytes) -> dict[int, bytes]:
         parts = self._exchange.gather(self.comms.cross, payload, self._wait)
@@ -305,6 +317,7 @@ class Engine:
             self.epoch,
             noticed_at=self._noticed_at or time.time(),
             heartbeat=self._progress,
+            at_step=self._on_repair_step,
             deadline_s=self._repair_deadline_s,
             give_up=self._repair_hangs,
         )

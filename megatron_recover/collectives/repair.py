@@ -130,6 +130,7 @@ def repair(
     *,
     noticed_at: float,
     heartbeat: Callable[[], None],
+    at_step: Callable[[int], None] = lambda step: None,
     deadline_s: float,
     give_up: Callable[[], None],
 ) -> Repair:
@@ -142,6 +143,7 @@ def repair(
         epoch: the epoch that is gone.
         noticed_at: wall time at which the failure was noticed here.
         heartbeat: called while waiting, drives MPI's progress.
+        at_step: called with 0 at the begin, 1 before each shrink, 2 between it and the agreement, 3 at the end.
         deadline_s: past this the process dumps its stacks and ends.
         give_up: ends the process then.
 
@@ -153,9 +155,11 @@ def repair(
     before = set(membership.members(comms.world, comms.start))
     settled = 0.0
     with deadline(deadline_s, give_up):
+        at_step(0)
         while True:
             revoke(comms)
             settled += settle(comms, heartbeat)
+            at_step(1)
             clean = 1
             try:
                 comms.world = _shrink(comms.world)
@@ -163,6 +167,7 @@ def repair(
                 clean = 0
             try:
                 comms.cross = _shrink(comms.cross)
+                at_step(2)
                 clean &= comms.cross.Agree(clean)
             except MPI.Exception:
                 clean = 0
@@ -178,6 +183,7 @@ def repair(
                 raise Orphaned
             if len(alive) * comms.layout.replica_size == len(present):
                 break  # otherwise orphans are in it; they leave now, and the next turn drops them
+        at_step(3)
     lost = tuple(sorted(before - set(present)))
     return Repair(
         epoch=epoch + 1,

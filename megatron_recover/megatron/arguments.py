@@ -16,6 +16,7 @@ from typing import Any
 from megatron_recover import devices
 from megatron_recover.errors import UserError
 from megatron_recover.megatron import cpu_flags, support
+from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S
 from megatron_recover.workload import POLICIES
 
 
@@ -32,15 +33,22 @@ class RecoverConfig:
     events: pathlib.Path | None = None
     check_replicas_interval: int = 100
     """In iterations; 0 turns the check off."""
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S
+    """In seconds, as the next two."""
+    progress_timeout: float = PROGRESS_TIMEOUT_S
+    repair_timeout: float = REPAIR_TIMEOUT_S
 
     def __post_init__(self) -> None:
         for flag, value, least in (
             ("--recover-min-replicas", self.min_replicas, 1),
             ("--recover-shards", self.shards, 1),
             ("--recover-check-replicas-interval", self.check_replicas_interval, 0),
+            ("--recover-heartbeat-timeout", self.heartbeat_timeout, 1),
+            ("--recover-progress-timeout", self.progress_timeout, 0),
+            ("--recover-repair-timeout", self.repair_timeout, 5),
         ):
             if value < least:
-                raise UserError(f"{flag} {value} is too small: give {least} or more")
+                raise UserError(f"{flag} {value:g} is too small: give {least} or more")
 
 
 _DEFAULT = RecoverConfig()
@@ -97,8 +105,7 @@ def add_recover_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default=[],
         help="Inject a failure, to see that a setup survives it; repeat the flag for several. For example "
         "kill:rank=3,iteration=5,phase=reduce,bucket=1 or "
-        "exit:rank=0,iteration=2,phase=backward,microbatch=0. Kinds: kill (SIGKILL), exit, exception. "
-        "Phases: data, forward, backward, reduce, commit, after-commit, optimizer, eval, save.",
+        "stop:rank=0,iteration=2,phase=backward,microbatch=0. Kinds and phases: megatron-recover launch --help.",
     )
     group.add_argument(
         "--recover-device",
@@ -123,7 +130,33 @@ def add_recover_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         metavar="N",
         default=_DEFAULT.check_replicas_interval,
         help="Compare a hash of the parameters across replicas every N iterations, and stop with exit code "
-        "72 when two differ; 0 turns it off. Costs one pass over the parameters. Default: %(default)s.",
+        "72 when two differ; 0 turns it off. Costs one pass over the parameters. With three or more replicas the "
+        "one that differs from the majority is dropped instead. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--recover-heartbeat-timeout",
+        type=float,
+        metavar="S",
+        default=_DEFAULT.heartbeat_timeout,
+        help="During training a rank that gives no sign of life for S seconds (it is stopped, or one call holds "
+        "Python's lock) is killed, and the others go on. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--recover-progress-timeout",
+        type=float,
+        metavar="S",
+        default=_DEFAULT.progress_timeout,
+        help="A rank whose training thread comes to no new microbatch or phase for S seconds (an endless loop, a "
+        "collective of its replica that hangs) prints its stacks and leaves. Waiting for other replicas does not "
+        "count. Must be longer than the longest checkpoint or compilation; 0: never. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--recover-repair-timeout",
+        type=float,
+        metavar="S",
+        default=_DEFAULT.repair_timeout,
+        help="A repair that does not end within S seconds is given up: stacks are printed, and the launcher starts "
+        "the job again from the last checkpoint. Default: %(default)s.",
     )
     return parser
 
@@ -147,6 +180,9 @@ def config_from_args(args: argparse.Namespace) -> RecoverConfig:
         device=value("device"),
         events=value("events"),
         check_replicas_interval=value("check_replicas_interval"),
+        heartbeat_timeout=value("heartbeat_timeout"),
+        progress_timeout=value("progress_timeout"),
+        repair_timeout=value("repair_timeout"),
     )
 
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from megatron_recover import devices
 from megatron_recover.collectives import runtime
 from megatron_recover.errors import UserError
-from megatron_recover.faults import FaultInjector, parse_faults
+from megatron_recover.faults import FaultInjector, faults_of_this_try
 from megatron_recover.megatron import arguments, replica_world, startup
 from megatron_recover.megatron.adapter import Adapter, get_adapter, set_adapter
 from megatron_recover.preflight import ScriptArguments, replica_size
@@ -43,7 +43,7 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
     runtime.check_environment()
     devices.install(config.device)
     comms = runtime.start(replica_size(ScriptArguments(argv)))
-    faults = parse_faults(config.inject, comms.layout.num_ranks)
+    faults = faults_of_this_try(config.inject, comms.layout.num_ranks)
     leading = [comms.replica == 0]
     printed = streams.install(comms.rank, lambda: leading[0])
     replica_world.prepare(comms)
@@ -56,6 +56,9 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
         comms,
         policy=config.policy,
         min_replicas=config.min_replicas,
+        heartbeat_timeout_s=config.heartbeat_timeout,
+        progress_timeout_s=config.progress_timeout,
+        repair_timeout_s=config.repair_timeout,
         injector=FaultInjector(faults, comms.rank, recorder.blackbox),
         observer=recorder,
     )
@@ -73,6 +76,7 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
     recorder.on_leader_change = adapter.leader_changed
     recorder.on_agreement = adapter.agreed
     recorder.started(config.policy, versions())
+    session.at("init")
     startup.start(argv)
     _install_seams(adapter)
     return adapter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_recover.errors import TooFewReplicas, UserError
-from megatron_recover.megatron import checkpoint
+from megatron_recover.errors import StoppedBySignal, TooFewReplicas, UserError
+from megatron_recover.megatron import checkpoint, state_faults
 from megatron_recover.megatron.adapter import Adapter
 from megatron_recover.megatron.fingerprint import hash_parameters
 
@@ -18,6 +18,7 @@ def install(adapter: Adapter) -> None:
     session = adapter.session
     stock_step = training.train_step
     stock_train = training.train
+    stock_setup = training.setup_model_and_optimizer
     stock_build = training.build_train_valid_test_data_iterators
 
     @functools.wraps(stock_step)
@@ -32,6 +33,8 @@ def install(adapter: Adapter) -> None:
     ) -> Any:
         if adapter.metrics is not None:
             adapter.metrics.start()
+        session.check_finite = get_args().check_for_nan_in_loss_and_grad
+        state_faults.offer(session.injector, model)
         adapter.completed = get_args().curr_iteration
         interval = adapter.config.check_replicas_interval
         if interval and (adapter.optimizer is None or adapter.completed % interval == 0):
@@ -46,15 +49,18 @@ def install(adapter: Adapter) -> None:
     def train(*args: Any, **options: Any) -> Any:
         try:
             return stock_train(*args, **options)
-        except TooFewReplicas as error:
+        except (TooFewReplicas, StoppedBySignal) as error:
             # Raised by all ranks at the same agreement, before the optimizer step or in evaluation: parameters and
             # counters are those after `completed` iterations.
-            if checkpoint.save_now(adapter, adapter.completed):
-                raise TooFewReplicas(
-                    f"{error}; the state after iteration {adapter.completed} is saved in {get_args().save}: "
-                    "start again with --load on the replicas that are left"
-                ) from None
-            raise TooFewReplicas(f"{error}; nothing is saved because --save is not set") from None
+            saved = checkpoint.save_now(adapter, adapter.completed)
+            what = (
+                f"the state after iteration {adapter.completed} is saved in {get_args().save}: start again with --load"
+                if saved
+                else "nothing is saved because --save is not set"
+            )
+            if isinstance(error, StoppedBySignal):
+                raise StoppedBySignal(f"{error}; {what}", saved=saved) from None
+            raise TooFewReplicas(f"{error}; {what}") from None
 
     @functools.wraps(stock_build)
     def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:
@@ -64,6 +70,7 @@ def install(adapter: Adapter) -> None:
         return built[0] if built else _build(*args, **options)
 
     def _build(*args: Any, **options: Any) -> Any:
+        adapter.at("datasets")
         try:
             return stock_build(*args, **options)
         except FileNotFoundError as error:
@@ -72,6 +79,12 @@ def install(adapter: Adapter) -> None:
                 "`megatron-recover prepare-data`."
             ) from error
 
+    @functools.wraps(stock_setup)
+    def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
+        adapter.at("model")
+        return stock_setup(*args, **options)
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.train = train
     training.build_train_valid_test_data_iterators = build_train_valid_test_data_iterators

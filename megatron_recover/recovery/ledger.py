@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -41,8 +42,10 @@ class Bucket:
 class _Entry:
     """A bucket's result buffer and its reduction in the current round."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, check_finite: bool) -> None:
         self.bucket = bucket
+        self.check_finite = check_finite
+        self.is_finite = True
         self.dtype = _WIDE.get(bucket.local.dtype, bucket.local.dtype)
         self.result: torch.Tensor | None = None
         self.is_ready = False
@@ -50,13 +53,23 @@ class _Entry:
 
     def send(self) -> NDArray[Any]:
         """The local gradient as MPI sees it; no copy when it is on the CPU in a type MPI can add."""
-        flat = self.bucket.local.detach().reshape(-1)
-        return flat.to(device="cpu", dtype=self.dtype).numpy()
+        flat: NDArray[Any] = self.bucket.local.detach().reshape(-1).to(device="cpu", dtype=self.dtype).numpy()
+        if self.check_finite:
+            self.is_finite = is_finite(flat)
+        return flat
 
     def receive(self) -> NDArray[Any]:
         if self.result is None:
             self.result = torch.empty(self.bucket.local.numel(), dtype=self.dtype)
         return self.result.numpy()
+
+
+def is_finite(flat: NDArray[Any]) -> bool:
+    """Whether no element is NaN or Inf. One pass, without a copy, unless there is reason to look closer."""
+    if flat.dtype.kind != "f":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(flat, flat))) or bool(np.isfinite(flat).all())
 
 
 class BucketLedger:
@@ -68,6 +81,7 @@ class BucketLedger:
             and all before it are ready, so that the order is the same on every replica).
         on_reduce: ``on_reduce(index)`` is called on the engine thread just before a bucket is reduced.
         buffers: result buffers that the last iteration has left, by index; this one leaves its own at the commit.
+        check_finite: look for NaN and Inf in each bucket before it is reduced.
     """
 
     def __init__(
@@ -76,10 +90,12 @@ class BucketLedger:
         buckets: Sequence[Bucket],
         on_reduce: Callable[[int], None] | None = None,
         buffers: dict[int, torch.Tensor] | None = None,
+        *,
+        check_finite: bool = False,
     ) -> None:
         self._engine = engine
         self._buffers = {} if buffers is None else buffers
-        self._entries = [_Entry(bucket) for bucket in buckets]
+        self._entries = [_Entry(bucket, check_finite) for bucket in buckets]
         for index, entry in enumerate(self._entries):
             left = self._buffers.pop(index, None)
             if left is not None and (left.numel(), left.dtype) == (entry.bucket.local.numel(), entry.dtype):
@@ -87,9 +103,27 @@ class BucketLedger:
         self._on_reduce = on_reduce
         self._epoch = 0
         self._next = 0
+        self._is_open = True
         self._graveyard: list[torch.Tensor] = []
         self.early = 0
         """Buckets that were handed over before their round ended, in all rounds together."""
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Buckets in which the last reduction saw NaN or Inf on this rank."""
+        return [entry.bucket.name for entry in self._entries if not entry.is_finite]
+
+    def not_finite_now(self) -> list[str]:
+        """Buckets that hold NaN or Inf now."""
+        for entry in self._entries:
+            entry.send()
+        return self.not_finite
+
+    def clear(self) -> None:
+        """Sets all local gradients to zero; from here on nothing is reduced any more (they are lost)."""
+        self._is_open = False
+        for entry in self._entries:
+            entry.bucket.local.zero_()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,6 +142,8 @@ class BucketLedger:
 
     def ready(self, index: int) -> None:
         """The local gradient of bucket ``index`` is final for this round; its reduction may begin."""
+        if not self._is_open:
+            return
         self._mark_ready(index)
         self.early += 1
 

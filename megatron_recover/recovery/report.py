@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,20 @@ def check_contributions(parts: Mapping[int, Contribution]) -> None:
         missing = sorted(set(range(total)) - set(seen))
         raise ReplicasDiffer(f"microbatches {missing} of {total} were run by no living replica")
     _same("state (gradient norm, parameters)", {replica: part.fingerprint for replica, part in parts.items()})
+
+
+def odd_replicas(parts: Mapping[int, Contribution]) -> tuple[int, ...]:
+    """Replicas whose state is another than that of a majority of three or more; empty where there is none.
+
+    Without a majority nobody can say who is right, and ``check_contributions`` raises.
+    """
+    if len({part.fingerprint for part in parts.values()}) == 1:
+        return ()
+    counts = Counter(part.fingerprint for part in parts.values())
+    usual, count = counts.most_common(1)[0]
+    if 2 * count <= len(parts):
+        return ()
+    return tuple(sorted(replica for replica, part in parts.items() if part.fingerprint != usual))
 
 
 def _same(what: str, values: Mapping[int, Any]) -> None:

@@ -19,10 +19,11 @@ from typing import Any, TypedDict
 START = "start"
 FAILURE = "failure"
 REPAIR = "repair"
+LEAVE = "leave"
 TAKEOVER = "takeover"
 COMMIT = "commit"
 FINISH = "finish"
-EVENTS = (START, FAILURE, REPAIR, TAKEOVER, COMMIT, FINISH)
+EVENTS = (START, FAILURE, REPAIR, LEAVE, TAKEOVER, COMMIT, FINISH)
 
 
 class Event(TypedDict):
@@ -61,6 +62,13 @@ class FailureEvent(Event):
     """Microbatch or bucket in that phase."""
     detect_ms: float | None
     """From the death to its detection; null when the time of death is not known."""
+
+
+class LeaveEvent(Event):
+    """Replicas leave in good order (sent SIGTERM), or are dropped by the others. A repair follows, and no failure."""
+
+    replicas: list[int]
+    reason: str
 
 
 class RepairEvent(Event):

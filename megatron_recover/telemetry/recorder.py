@@ -52,6 +52,7 @@ class Recorder:
         self._iteration = 0
         self._epoch = 0
         self._repaired: list[tuple[int, Repair]] = []
+        self._leaving: dict[int, str] = {}
         self.totals = Totals()
         self.on_leader_change: Callable[[], None] = lambda: None
         """Called on every rank, in the training thread, when another replica leads."""
@@ -114,6 +115,13 @@ class Recorder:
                 f"redone by the {_count(len(alive), 'replica')} left"
             )
 
+    def leaving(self, replicas: tuple[int, ...], reason: str) -> None:
+        """Observer: these replicas are about to leave; that they are gone then is no failure."""
+        self._leaving.update(dict.fromkeys(replicas, reason))
+        if self._writes:
+            self._write(events.LEAVE, replicas=list(replicas), reason=reason)
+            say(f"after iteration {self._iteration}: replica {_list(replicas)} leaves: {reason}")
+
     def leader_changed(self, leader: int, iteration: int) -> None:
         """Observer: all ranks know a new leader."""
         self.on_leader_change()
@@ -148,6 +156,13 @@ class Recorder:
         return [(at, one) for at, one in self._repaired if one.epoch < epoch and one.epoch not in written]
 
     def _write_repair(self, iteration: int, report: Repair) -> None:
+        if all(replica in self._leaving for replica in report.replicas_lost):
+            self._write_repair_alone(iteration, report)
+            say(
+                f"replica {_list(report.replicas_lost)} has left, repaired in {report.repair_s * 1e3:.0f} ms; "
+                f"{len(report.alive)} of {_count(self._layout.num_replicas, 'replica')} left (epoch {report.epoch})"
+            )
+            return
         boxes = [box for rank in report.ranks_lost if (box := self._read(rank)) is not None]
         dead = [box for box in boxes if box.died_at > 0] or boxes[:1]
         ranks = [box.rank for box in dead] or list(report.ranks_lost)
@@ -166,6 +181,17 @@ class Recorder:
             detect_ms=detect_ms,
             time=report.noticed_at,
         )
+        self._write_repair_alone(iteration, report)
+        where = _where(first)
+        say(
+            f"iteration {iteration}: lost rank {_list(ranks)} on {_list(hosts)}{where}, and with it replica "
+            f"{_list(report.replicas_lost)}; "
+            + (f"noticed after {detect_ms:.0f} ms, " if detect_ms is not None else "")
+            + f"repaired in {report.repair_s * 1e3:.0f} ms; {len(report.alive)} of "
+            f"{_count(self._layout.num_replicas, 'replica')} left (epoch {report.epoch})"
+        )
+
+    def _write_repair_alone(self, iteration: int, report: Repair) -> None:
         self._log.write(
             events.REPAIR,
             iteration=iteration,
@@ -175,14 +201,6 @@ class Recorder:
             alive=list(report.alive),
             repair_ms=report.repair_s * 1e3,
             settle_ms=report.settle_s * 1e3,
-        )
-        where = _where(first)
-        say(
-            f"iteration {iteration}: lost rank {_list(ranks)} on {_list(hosts)}{where}, and with it replica "
-            f"{_list(report.replicas_lost)}; "
-            + (f"noticed after {detect_ms:.0f} ms, " if detect_ms is not None else "")
-            + f"repaired in {report.repair_s * 1e3:.0f} ms; {len(report.alive)} of "
-            f"{_count(self._layout.num_replicas, 'replica')} left (epoch {report.epoch})"
         )
 
     def _read(self, rank: int) -> Snapshot | None:
