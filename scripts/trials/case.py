@@ -1,6 +1,6 @@
 """One job with failures, as text that repeats it: what is run, who is lost where, and how it ended.
 
-    core layout=8x2 policy=balanced overlap=1 iterations=12 microbatches=9 width=4800 kill:rank=3,iteration=5,phase=reduce
+    core layout=8x2 policy=balanced overlap=1 iterations=12 microbatches=9 kill:rank=3,iteration=5,phase=reduce
 
 A case is all that a job is made from, so the same text starts the same job again (the moments at which the ranks
 reach their places are the machine's own).
@@ -28,7 +28,7 @@ MEGATRON_LAYOUTS = {
 }
 """Name -> (ranks, ranks of a replica, flags). Those of the core are RANKSxSIZE, as in 8x2."""
 
-HARMLESS = ("pause", "nan")
+HARMLESS = ("pause",)
 """Kinds that lose no replica."""
 
 SURVIVED, RESTARTED, HUNG, WRONG = "survived", "restarted", "hung", "wrong"
@@ -83,7 +83,8 @@ class Case:
     def deadline_s(self) -> float:
         """When it counts as hung: many times what it takes on a machine with a core for four ranks."""
         start = 60.0 + (3.0 if self.trainer == "core" else 15.0) * self.num_ranks
-        return start + 12.0 * len(self.faults)
+        slow = any(fault.kind == "hang" and fault.phase in ("reduce", "repair") for fault in self.faults)
+        return start + 12.0 * len(self.faults) + (90.0 if slow else 0.0)
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(Case) if f.name not in ("trainer", "faults"))
@@ -175,13 +176,17 @@ class Result:
 
 
 def lost_replicas(case: Case, fired: Iterable[Fault]) -> tuple[set[int], set[int]]:
-    """Replicas that must be lost, and those that may be.
-
-    A rank that is lost when all have agreed on the end has done its work: it may or may not be missed.
-    """
+    """Replicas that must be lost, and those that may be."""
     deadly = [fault for fault in fired if fault.kind not in HARMLESS]
-    must = {case.replica_of(fault.rank) for fault in deadly if fault.phase != "exit"}
-    return must, must | {case.replica_of(fault.rank) for fault in deadly}
+    must = {case.replica_of(fault.rank) for fault in deadly if _is_sure(case, fault)}
+    return must, {case.replica_of(fault.rank) for fault in deadly}
+
+
+def _is_sure(case: Case, fault: Fault) -> bool:
+    if fault.phase == "exit":
+        return False  # all have agreed on the end: it has done its work
+    # A replica that is asked to leave does so at the begin of an iteration, when all have heard of it.
+    return fault.kind != "term" or 0 < fault.iteration <= case.iterations - 2
 
 
 def moment(fault: Fault) -> str:

@@ -8,7 +8,6 @@ commit it is known which microbatches went into the sum, and how often. argv[1] 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -38,7 +37,7 @@ class Trainer:
         self.wrong: list[str] = []
         self.losses: dict[int, list[float]] = {}
         self.evaluations: dict[int, list[float]] = {}
-        self.session, self.injector = _start(job)
+        self.session = _start(job)
         size, place = self.session.layout.replica_size, self.session.coordinate
         width = job["width"] // size
         self.mine = slice(place * width, (place + 1) * width)
@@ -51,6 +50,7 @@ class Trainer:
         self.session.by_leader(lambda: None)
         self.counts: NDArray[np.float64] = np.zeros(job["microbatches"])
         self.gradient = np.zeros_like(self.weights)
+        self.session.injector.state_changers.update(corrupt=self._flip_a_bit, nan=self._lose_a_number)
 
     def run(self) -> None:
         """All iterations, from the last checkpoint on."""
@@ -126,6 +126,12 @@ class Trainer:
         if iteration.sums.get("count") != iteration.num_microbatches:
             self.wrong.append(f"iteration {iteration.number}: sums {iteration.sums}")
 
+    def _flip_a_bit(self) -> None:
+        self.weights.view(np.int64)[0] ^= 1 << 51
+
+    def _lose_a_number(self) -> None:
+        self.gradient[0] = np.nan
+
     def _save(self, step: int) -> None:
         """By the ranks of the leader: a shard each, and at last the name of the checkpoint."""
         folder = self.folder / f"checkpoint-{step}"
@@ -164,20 +170,20 @@ class Trainer:
         _write(self.folder / f"result-{session.rank}.json", json.dumps(result))
 
 
-def _start(job: dict[str, Any]) -> tuple[Session, FaultInjector]:
+def _start(job: dict[str, Any]) -> Session:
+    faults = faults_of_this_try(job["faults"], None)
+    FaultInjector(faults, int(os.environ["OMPI_COMM_WORLD_RANK"])).at("launch", 0)
     runtime.check_environment()
     comms = runtime.start(job["replica_size"])
     if comms.layout.replica_size > 1:
         replica_world.prepare(comms)
-    recorder = Recorder(
-        comms.layout, comms.rank, job["folder"] + "/events.jsonl", os.environ.get("MEGATRON_RECOVER_JOB_DIR")
-    )
-    injector = FaultInjector(faults_of_this_try(job["faults"], None), comms.rank, recorder.blackbox)
-    known = inspect.signature(Session.__init__).parameters
-    options = {name: value for name, value in job["session"].items() if name in known}
-    session = Session(comms, policy=job["policy"], injector=injector, observer=recorder, **options)
+    events, job_dir = job["folder"] + "/events.jsonl", os.environ.get("MEGATRON_RECOVER_JOB_DIR")
+    recorder = Recorder(comms.layout, comms.rank, events, job_dir)
+    injector = FaultInjector(faults, comms.rank, recorder.blackbox)
+    session = Session(comms, policy=job["policy"], injector=injector, observer=recorder, **job["session"])
     recorder.started(job["policy"], {})
-    return session, injector
+    session.at("init")
+    return session
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from trials.jobs import Ended, run
 from trials.judge import (
     HEARTBEAT_TIMEOUT_S,
     PROGRESS_TIMEOUT_S,
+    REPAIR_TIMEOUT_S,
     Findings,
     Wrong,
     difference,
@@ -37,7 +38,11 @@ def run_case(case: Case, number: int, folder: Path) -> Result:
         "eval_every": case.eval_every,
         "save_every": case.save_every,
         "faults": [fault.spec for fault in case.faults],
-        "session": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "progress_timeout_s": PROGRESS_TIMEOUT_S},
+        "session": {
+            "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+            "progress_timeout_s": PROGRESS_TIMEOUT_S,
+            "repair_timeout_s": REPAIR_TIMEOUT_S,
+        },
     }
     command = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(case.num_ranks)]
     command += [*launcher_options(), "--", str(PROGRAM), json.dumps(job)]

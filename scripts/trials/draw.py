@@ -11,10 +11,11 @@ from megatron_recover.errors import UserError
 from megatron_recover.faults import KINDS, PHASES, REPAIR_STEPS, Fault
 from megatron_recover.workload import POLICIES
 from trials.case import HARMLESS, Case, sizes
+from trials.judge import launcher_options
 
-READY_KINDS = ("kill", "segfault", "exit", "exception", "oom", "pause")
-READY_PHASES = ("data", "forward", "backward", "reduce", "commit", "after-commit", "optimizer", "eval", "save")
-"""What is drawn when nothing is asked for: every kind at every moment that a job has to survive."""
+READY_KINDS = tuple(KINDS)
+READY_PHASES = tuple(phase for phase in PHASES if phase != "launch" or launcher_options())
+"""What is drawn when nothing is asked for."""
 
 CORE_LAYOUTS = {"4x1": 2, "6x1": 3, "8x1": 4, "6x2": 2, "8x2": 2, "10x2": 1, "9x3": 2, "12x3": 1, "8x4": 1, "12x4": 1}
 MEGATRON_LAYOUTS = {"dp4": 3, "tp2dp3": 2, "pp2dp3": 2, "tp2pp2dp2": 1}
@@ -24,6 +25,10 @@ BUCKETS = 3
 """Buckets of the core trainer's iteration."""
 
 _START = ("launch", "init", "model", "datasets")
+_TIMED = ("stop", "gil", "hang")
+"""Kinds that only a timeout finds. Those of the start are minutes long, so they are not drawn there."""
+_ONLY = {"nan": ("data", "forward", "backward"), "corrupt": ("after-commit", "optimizer")}
+"""Kinds that can be told from a right computation only when they happen at these moments."""
 _FOLLOWING = ("repair", "takeover")
 """Phases that only another failure leads to."""
 _SAME_MOMENT = 0.3
@@ -47,6 +52,14 @@ class Menu:
                     raise UserError(f"{flag} {name}: there is no such one, choose from {', '.join(known)}.")
         for layout in self.layouts:
             sizes(self.trainer, layout)
+
+
+def kinds_at(menu: Menu, phase: str) -> list[str]:
+    """Kinds of the menu that can be survived in a phase."""
+    kinds = [kind for kind in menu.kinds if phase in _ONLY.get(kind, menu.phases)]
+    if phase in _START:
+        kinds = [kind for kind in kinds if kind not in _TIMED]
+    return kinds
 
 
 def draw(menu: Menu, seed: int, number: int) -> Case:
@@ -86,6 +99,8 @@ def _with_faults(case: Case, menu: Menu, rng: random.Random) -> Case:
     places = sorted(_places(case, menu, rng, count), key=_order)
     alive, faults = list(range(case.num_replicas)), list[Fault]()
     for place in places:
+        if place.kind == "corrupt" and not _is_found(case, place, places, alive):
+            place = dataclasses.replace(place, kind="kill" if "kill" in menu.kinds else menu.kinds[0])
         harmless = place.kind in HARMLESS
         if not harmless and len(alive) == 1:
             continue
@@ -99,7 +114,9 @@ def _with_faults(case: Case, menu: Menu, rng: random.Random) -> Case:
         if case.replica_size > 1 and not harmless and rng.random() < _SAME_REPLICA:
             other = fault.rank - 1 if fault.rank % case.replica_size else fault.rank + 1
             if not any(one.rank == other for one in faults) and place.phase not in ("data", "save"):
-                faults.append(Fault(rng.choice(_deadly(menu)), other, fault.iteration, fault.phase, fault.index))
+                faults.append(
+                    Fault(rng.choice(_deadly(menu, place.phase)), other, fault.iteration, fault.phase, fault.index)
+                )
     return dataclasses.replace(case, faults=tuple(faults))
 
 
@@ -117,19 +134,20 @@ class _Place:
 
 def _places(case: Case, menu: Menu, rng: random.Random, count: int) -> list[_Place]:
     places: list[_Place] = []
-    ordinary = [phase for phase in menu.phases if phase not in (*_FOLLOWING, "launch")] or ["forward"]
+    phases = [phase for phase in menu.phases if kinds_at(menu, phase)]
+    ordinary = [phase for phase in phases if phase not in (*_FOLLOWING, "launch")] or ["forward"]
     while len(places) < count:
-        phase = rng.choice(menu.phases)
+        phase = rng.choice(phases)
         if phase == "launch":  # takes the start with it: nothing else happens in that job
-            return [_Place(rng.choice(_deadly(menu)), 0, phase)]
+            return [_Place(rng.choice(_deadly(menu, phase)), 0, phase)]
         if phase in _FOLLOWING and (count - len(places) < 2 or any(one.phase in _FOLLOWING for one in places)):
             phase = rng.choice(ordinary)
         if phase in _FOLLOWING:
             places += _chain(case, menu, rng, phase)
         elif places and places[-1].phase not in _FOLLOWING and rng.random() < _SAME_MOMENT:
-            places.append(dataclasses.replace(places[-1], kind=rng.choice(menu.kinds)))
+            places.append(dataclasses.replace(places[-1], kind=rng.choice(kinds_at(menu, places[-1].phase))))
         else:
-            places.append(_Place(rng.choice(menu.kinds), *_moment(case, phase, rng)))
+            places.append(_Place(rng.choice(kinds_at(menu, phase)), *_moment(case, phase, rng)))
     return places
 
 
@@ -139,8 +157,8 @@ def _chain(case: Case, menu: Menu, rng: random.Random, phase: str) -> list[_Plac
     iteration, first, index = _moment(case, rng.choice(before), rng)
     step = rng.randrange(len(REPAIR_STEPS)) if phase == "repair" else 0
     return [
-        _Place(rng.choice(_deadly(menu)), iteration, first, index, of_leader=phase == "takeover"),
-        _Place(rng.choice(_deadly(menu)), iteration, phase, step),
+        _Place(rng.choice(_deadly(menu, first)), iteration, first, index, of_leader=phase == "takeover"),
+        _Place(rng.choice(_deadly(menu, phase)), iteration, phase, step),
     ]
 
 
@@ -158,6 +176,15 @@ def _moment(case: Case, phase: str, rng: random.Random) -> tuple[int, str, int]:
     if phase == "reduce" and (case.trainer == "core" or case.overlap):
         return iteration, phase, rng.randrange(BUCKETS if case.trainer == "core" else 2)
     return iteration, phase, 0
+
+
+def _is_found(case: Case, place: _Place, places: Sequence[_Place], alive: Sequence[int]) -> bool:
+    """Whether a majority of three or more is there to find a flipped bit in the next iteration, and nothing uses the
+    wrong state before: no evaluation and no checkpoint."""
+    at = place.iteration
+    others = [one for one in places if one is not place and one.iteration in (at, at + 1)]
+    is_used = at % case.eval_every == 0 or at % case.save_every == 0 or at >= case.iterations
+    return len(alive) >= 3 and not others and not is_used
 
 
 def _victim(place: _Place, alive: Sequence[int], rng: random.Random) -> int:
@@ -178,5 +205,6 @@ def _order(place: _Place) -> tuple[int, int]:
     return place.iteration, list(PHASES).index(place.phase)
 
 
-def _deadly(menu: Menu) -> list[str]:
-    return [kind for kind in menu.kinds if kind not in HARMLESS] or ["kill"]
+def _deadly(menu: Menu, phase: str) -> list[str]:
+    """Kinds of which the rank is gone at once, or as soon as a timeout finds it."""
+    return [kind for kind in kinds_at(menu, phase) if kind not in (*HARMLESS, "term", "corrupt", "nan")] or ["kill"]

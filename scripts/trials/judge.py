@@ -15,7 +15,7 @@ from trials.jobs import Ended, happened
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss to the failure-free run."""
-HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S = 2.0, 4.0
+HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S = 2.0, 4.0, 20.0
 """Shorter than a user would set them, so that ``stop``, ``gil`` and ``hang`` do not take minutes."""
 MAX_RESTARTS = 2
 
