@@ -147,7 +147,10 @@ def _places(case: Case, menu: Menu, rng: random.Random, count: int) -> list[_Pla
         elif places and places[-1].phase not in _FOLLOWING and rng.random() < _SAME_MOMENT:
             places.append(dataclasses.replace(places[-1], kind=rng.choice(kinds_at(menu, places[-1].phase))))
         else:
-            places.append(_Place(rng.choice(kinds_at(menu, phase)), *_moment(case, phase, rng)))
+            place = _Place(rng.choice(kinds_at(menu, phase)), *_moment(case, phase, rng))
+            if place.kind == "corrupt":
+                place = dataclasses.replace(place, iteration=rng.choice([1, 2, 5, 7, 10][: case.iterations // 2 - 1]))
+            places.append(place)
     return places
 
 
