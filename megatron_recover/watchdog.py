@@ -60,6 +60,8 @@ class Watchdog:
         self._is_training = self._is_waiting = False
         self._progress_at = self._beat_at = time.monotonic()
         self._moving_since: float | None = None
+        self.longest_silence_s = 0.0
+        """Longest time between two renewals of the lease during training: how near it came to the timeout."""
         self._end = threading.Event()
         lease.enter(Stage.SETTING_UP, SETUP_TIMEOUT_S)
         self._thread = threading.Thread(target=self._main, name="recover-watchdog", daemon=True)
@@ -76,6 +78,11 @@ class Watchdog:
         """All living ranks have agreed that training is over."""
         self._is_training = False
         self._lease.enter(Stage.ENDING, ENDING_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Ends the thread: the lease is not renewed any more, and nothing is looked at."""
+        self._end.set()
+        self._thread.join()
 
     def progress(self) -> None:
         """The training thread has come to another phase."""
@@ -113,6 +120,8 @@ class Watchdog:
             now = time.monotonic()
             away, self._beat_at = now - self._beat_at, now
             self._lease.renew()
+            if self._is_training:
+                self.longest_silence_s = max(self.longest_silence_s, away)
             if away > 4 * tick:  # this process was not running: that is no fault of its threads
                 self._progress_at += away
                 if self._moving_since is not None:

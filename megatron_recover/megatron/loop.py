@@ -8,6 +8,7 @@ from typing import Any
 from megatron_recover.errors import StoppedBySignal, TooFewReplicas, UserError
 from megatron_recover.megatron import checkpoint, state_faults
 from megatron_recover.megatron.adapter import Adapter
+from megatron_recover.megatron.decisions import SIGNAL
 from megatron_recover.megatron.fingerprint import hash_parameters
 
 
@@ -49,6 +50,11 @@ def install(adapter: Adapter) -> None:
     def train(*args: Any, **options: Any) -> Any:
         try:
             return stock_train(*args, **options)
+        except SystemExit:
+            if session.decisions[SIGNAL]:  # Megatron has saved and leaves, on all ranks after the same iteration
+                what = f"exit signal received, the last iteration is {adapter.completed}"
+                raise StoppedBySignal(what, saved=bool(get_args().save)) from None
+            raise
         except (TooFewReplicas, StoppedBySignal) as error:
             # Raised by all ranks at the same agreement, before the optimizer step or in evaluation: parameters and
             # counters are those after `completed` iterations.

@@ -5,6 +5,7 @@ Prints per rank: losses of all iterations, a hash of the parameters, who is aliv
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_recover.faults import FaultInjector, parse_faults
+from megatron_recover.megatron.state_faults import flip_a_bit
 from megatron_recover.recovery import Bucket
 from megatron_recover.session import Iteration, Session, Silent
 
@@ -25,6 +27,8 @@ JOB: dict[str, Any] = {
     "dtype": "float32",
     "overlap": False,
     "wrong": "",
+    "poison": [],
+    "options": {},
 }
 
 
@@ -33,6 +37,10 @@ class Keep(Silent):
 
     def __init__(self) -> None:
         self.redone = 0
+        self.left: list[int] = []
+
+    def leaving(self, replicas: tuple[int, ...], reason: str) -> None:
+        self.left += replicas
 
     def committed(self, iteration: Iteration) -> None:
         self.redone += iteration.redone
@@ -48,6 +56,7 @@ def main() -> None:
         min_replicas=job["min_replicas"],
         injector=FaultInjector(parse_faults(job["inject"], None), int(_world_rank())),
         observer=keep,
+        **job["options"],
     )
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -55,6 +64,9 @@ def main() -> None:
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+    session.injector.state_changers.update(
+        corrupt=lambda: flip_a_bit(parameters[0]), nan=lambda: parameters[0].grad.view(-1)[0].fill_(float("nan"))
+    )
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     total = job["microbatches"]
     losses: list[list[float]] = []
@@ -70,6 +82,8 @@ def main() -> None:
                 session.at("forward", count)
                 loss = ((model(inputs) - inputs.sum(1, keepdim=True)) ** 2).mean() / total
                 session.at("backward", count)
+                if [step, microbatch] in job["poison"]:
+                    loss = loss * float("nan")
                 loss.backward()
                 iteration.record(microbatch, loss.item())
                 iteration.add("samples", 4)
@@ -83,23 +97,29 @@ def main() -> None:
             if job["wrong"] == f"forget {session.rank} {step}":
                 iteration._records.clear()
                 iteration.plan = session.policy.assign(total, session.alive[:-1])
+        session.fingerprint = (hashed(parameters),)
         session.at("optimizer")
         if job["wrong"] == f"drift {session.rank} {step}":
             session.fingerprint = ("drifted",)
         assert iteration.sums["samples"] == 4 * total
         losses.append([float(value) for value in iteration.results])
         optimizer.step()
-    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in parameters])
     result = {
         "rank": session.rank,
         "losses": losses,
-        "parameters": flat.numpy().tobytes().hex()[:4000],
+        "parameters": hashed(parameters),
+        "left": keep.left,
         "alive": list(session.alive),
         "redone": keep.redone,
         "leader": session.leader,
     }
     print("RESULT " + json.dumps(result), flush=True)
     session.close()
+
+
+def hashed(parameters: list[torch.nn.Parameter]) -> str:
+    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in parameters])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _world_rank() -> str:

@@ -101,10 +101,10 @@ def test_below_the_minimum_all_leave_with_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [("forget 1 2", "different plan"), ("drift 2 2", "different state")]
+    ("num_ranks", "wrong", "message"), [(3, "forget 1 2", "different plan"), (2, "drift 1 2", "different state")]
 )
-def test_what_must_never_happen_stops_the_job(wrong: str, message: str) -> None:
-    done = start(3, wrong=wrong)
+def test_what_must_never_happen_stops_the_job(num_ranks: int, wrong: str, message: str) -> None:
+    done = start(num_ranks, wrong=wrong)
     assert done.code == ExitCode.REPLICAS_DIFFER, done.explain()
     assert message in done.err
 

@@ -10,6 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import assert_same_curve, assert_survived, recover, vanilla
 
+from megatron_recover.errors import ExitCode
+
 PP2 = "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2"
 MOE = (
@@ -131,11 +133,12 @@ def test_per_token_loss() -> None:
 
 def test_a_signal_to_one_rank_ends_all_replicas_in_the_same_iteration(tmp_path: Path) -> None:
     flags = f"--exit-signal-handler --save {tmp_path} --save-interval 1000"
-    curve = recover(2, flags, iterations=300, script=str(Path(__file__).with_name("signal_program.py")))
+    script = str(Path(__file__).with_name("signal_program.py"))
+    curve = recover(2, flags, iterations=300, script=script, code=ExitCode.SAVED_ON_SIGNAL)
     last = max(curve.losses)
     assert 3 <= last < 300
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
-    assert curve.of("finish")[-1]["exit_code"] == 0
+    assert curve.of("finish")[-1]["exit_code"] == ExitCode.SAVED_ON_SIGNAL
     assert not curve.of("failure")
 
 

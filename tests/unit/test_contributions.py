@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from megatron_recover.errors import ReplicasDiffer
-from megatron_recover.recovery import Contribution, check_contributions
+from megatron_recover.recovery import Contribution, check_contributions, odd_replicas
+from megatron_recover.recovery.ledger import is_finite
 
 
 def parts(*ids: list[int], total: int = 4) -> dict[int, Contribution]:
@@ -54,3 +56,26 @@ def test_what_is_sent_comes_back_equal() -> None:
     part = parts([0])[0]
     part.records[0] = {"lm loss": [1.5, 2.0]}
     assert Contribution.unpack(part.pack()) == part
+
+
+def test_the_odd_one_out_needs_a_majority_against_it() -> None:
+    def state(*fingerprints: str) -> dict[int, Contribution]:
+        return {n: Contribution(1, 4, 0, fingerprint=(f,)) for n, f in enumerate(fingerprints)}
+
+    assert odd_replicas(state("a", "a", "a")) == ()
+    assert odd_replicas(state("a", "b", "a")) == (1,)
+    assert odd_replicas(state("b", "a", "a", "c", "a")) == (0, 3)
+    assert odd_replicas(state("a", "b")) == ()
+    assert odd_replicas(state("a", "a", "b", "b")) == ()
+    assert odd_replicas(state("a", "b", "c")) == ()
+
+
+def test_finite_means_every_element_and_large_numbers_are_finite() -> None:
+    flat = np.ones(1000, np.float32)
+    assert is_finite(flat)
+    for value in (np.nan, np.inf, -np.inf):
+        flat[999] = value
+        assert not is_finite(flat)
+    flat[:] = 3e38  # its square is not
+    assert is_finite(flat)
+    assert is_finite(np.arange(5))
