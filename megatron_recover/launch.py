@@ -134,7 +134,7 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
     # A rank that failed while others went on has written its error; if they were then stopped, that is why.
     crashed = outcome.status is not None and outcome.status["exit_code"] == ExitCode.CRASHED
     if outcome.failed_start is not None and crashed and not stopped:
-        # One rank failed while the others were well: its host, perhaps. Should the script be wrong, the next try says so.
+        # One rank failed while the others were well: its host, perhaps. If it is the script, the next try says so.
         assert outcome.status is not None
         return ExitCode.GAVE_UP, f"the start failed: {outcome.failed_start} ({outcome.status['reason']})."
     if outcome.status is not None and not (stopped and crashed):
