@@ -34,6 +34,8 @@ class NoiseFilter:
         self._is_line_start = True
         self.status: tuple[float, dict[str, Any]] | None = None
         """What a rank of another host has said last about the end of the job, and when (``time.time``)."""
+        self.has_heard = False
+        """A rank of another host has said something to the launcher."""
 
     @property
     def is_holding(self) -> bool:
@@ -69,6 +71,7 @@ class NoiseFilter:
             return line
         line = line.lstrip(b"\0")  # mpirun ends some of its messages with a zero byte
         if line.startswith(MARK):
+            self.has_heard = True
             if (status := read_status(line[len(MARK) :])) is not None:
                 self.status = time.time(), status
             return b""
@@ -115,8 +118,6 @@ class Pump(threading.Thread):
         self._target: int | None = target
         self._log = log
         self._noise = noise
-        self.has_spoken = False
-        """Something came through the pipe."""
 
     def run(self) -> None:
         fd = self._source.fileno()
@@ -127,7 +128,6 @@ class Pump(threading.Thread):
             data = os.read(fd, 1 << 16)
             if not data:
                 break
-            self.has_spoken = True
             self._write(noise.feed(data) if noise is not None else data)
         if noise is not None:
             self._write(noise.flush())
