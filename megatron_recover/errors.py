@@ -30,7 +30,7 @@ class ExitCode(enum.IntEnum):
     TOO_FEW_REPLICAS = (
         70,
         "fewer than --recover-min-replicas are left: start again with --load on what is left (a checkpoint was "
-        "saved if --save is set)",
+        "saved if --save is set and the disk took it)",
     )
     NO_REPLICA_LEFT = 71, "every replica was lost, nothing could be saved: start again from the last checkpoint"
     REPLICAS_DIFFER = (
@@ -44,6 +44,11 @@ class ExitCode(enum.IntEnum):
     )
     SAVED_ON_SIGNAL = 74, "ended by a signal after a checkpoint: submit again"
     NOT_FINITE = 75, "loss or gradient is NaN or Inf (rank, replica and microbatch are named in the log)"
+    NOT_SAVED = (
+        76,
+        "training came to its end, but the disk did not take its last state: make room, start again from the last "
+        "checkpoint",
+    )
 
     @property
     def label(self) -> str:
@@ -114,3 +119,9 @@ class NotFinite(RecoverError):
     """A gradient is NaN or Inf, and is so again when it is computed again."""
 
     exit_code = ExitCode.NOT_FINITE
+
+
+class NotSaved(RecoverError):
+    """The last checkpoint could not be written."""
+
+    exit_code = ExitCode.NOT_SAVED
