@@ -9,7 +9,7 @@ import threading
 import time
 from typing import IO, Any
 
-from megatron_recover.status import MARK, read_status
+from megatron_recover.status import MARK, is_withdrawal, read_status
 
 _RULE = b"-" * 74
 _SORRY = b"Sorry!  You were supposed to get help about:"
@@ -72,8 +72,11 @@ class NoiseFilter:
         line = line.lstrip(b"\0")  # mpirun ends some of its messages with a zero byte
         if line.startswith(MARK):
             self.has_heard = True
-            if (status := read_status(line[len(MARK) :])) is not None:
+            said = line[len(MARK) :]
+            if (status := read_status(said)) is not None:
                 self.status = time.time(), status
+            elif is_withdrawal(said):
+                self.status = None
             return b""
         bare = line.rstrip()
         if not self._block:

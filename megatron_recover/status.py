@@ -18,14 +18,23 @@ MARK = b"megatron-recover-status: "
 
 
 STARTED: dict[str, object] = {"started": True}
+WITHDRAWN: dict[str, object] = {"withdrawn": True}
+"""What was said about the end holds no longer: the others go on."""
 
 
 def tell_launcher(status: dict[str, object]) -> None:
-    """Says how the job ends (or ``STARTED``), where the launcher cannot see it. Never raises."""
+    """Says how the job ends (or ``STARTED``, or ``WITHDRAWN``), where the launcher cannot see it. Never raises."""
     launcher = os.environ.get(LAUNCHER_HOST_VARIABLE)
     if launcher and launcher != socket.gethostname():
         with contextlib.suppress(OSError):
             os.write(2, MARK + json.dumps(status).encode() + b"\n")
+
+
+def is_withdrawal(text: str | bytes) -> bool:
+    """Whether this is ``WITHDRAWN``."""
+    with contextlib.suppress(ValueError):
+        return bool(json.loads(text) == WITHDRAWN)
+    return False
 
 
 def read_status(text: str | bytes) -> dict[str, Any] | None:

@@ -33,6 +33,15 @@ def test_a_job_that_gave_up_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_lost_before_mpi_is_up() -> None:
+    curve = recover(2, iterations=3, inject=["kill:rank=1,phase=launch"])
+    (line,) = restarts(curve)
+    assert "the start failed: rank 1 ended before MPI was up on all ranks" in line
+    assert "with 2 ranks, from the beginning (--save is not set)" in line
+    assert_same_curve(curve, vanilla(1))
+
+
+@pytest.mark.slow
 def test_a_lost_host_is_left_out(tmp_path: Path) -> None:
     """Two hosts of three ranks, replicas of two: one replica lies across both. One host is left with one replica."""
     if (reason := cluster.why_not()) is not None:
