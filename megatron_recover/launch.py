@@ -150,7 +150,7 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
             ExitCode.NO_REPLICA_LEFT,
             f"every rank was lost, nothing could be saved{_last_places(outcome.last_places)}.",
         )
-    if outcome.num_ranks_seen == 0 and not outcome.has_spoken:
+    if outcome.num_ranks_seen == 0 and not outcome.has_heard:
         return (
             ExitCode.BAD_CONFIGURATION,
             f"mpirun did not start the ranks (its exit code is {outcome.mpirun_code}): its message is above, "
@@ -206,7 +206,7 @@ class _Job:
                 lost = [host.name for host in all_hosts if host not in left]
             if lost:
                 reason = f"{_name_hosts(lost)} not answer{_last_places(outcome.last_places)}."
-                if outcome.num_ranks_seen or outcome.has_spoken:
+                if outcome.num_ranks_seen or outcome.has_heard:
                     code, reason = ExitCode.GAVE_UP, f"mpirun ended the job: {reason}"
             if code not in restart.RESTARTABLE:
                 return int(code), reason

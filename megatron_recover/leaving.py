@@ -22,7 +22,7 @@ import psutil
 
 from megatron_recover.errors import ExitCode
 from megatron_recover.lease import own_lease
-from megatron_recover.status import tell_launcher
+from megatron_recover.status import WITHDRAWN, tell_launcher
 
 _has_told = False  # this process has written down how the job ends
 
@@ -126,6 +126,7 @@ def withdraw_status() -> None:
     if folder and not _has_told:
         with contextlib.suppress(OSError):
             (Path(folder) / "status.json").unlink(missing_ok=True)
+        tell_launcher(WITHDRAWN)
 
 
 def report_error(error: BaseException, rank: int) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import IO, Any
 
-from megatron_recover.status import MARK, read_status
+from megatron_recover.status import MARK, is_withdrawal, read_status
 
 _RULE = b"-" * 74
 _SORRY = b"Sorry!  You were supposed to get help about:"
@@ -34,6 +34,8 @@ class NoiseFilter:
         self._is_line_start = True
         self.status: tuple[float, dict[str, Any]] | None = None
         """What a rank of another host has said last about the end of the job, and when (``time.time``)."""
+        self.has_heard = False
+        """A rank of another host has said something to the launcher."""
 
     @property
     def is_holding(self) -> bool:
@@ -69,8 +71,12 @@ class NoiseFilter:
             return line
         line = line.lstrip(b"\0")  # mpirun ends some of its messages with a zero byte
         if line.startswith(MARK):
-            if (status := read_status(line[len(MARK) :])) is not None:
+            self.has_heard = True
+            said = line[len(MARK) :]
+            if (status := read_status(said)) is not None:
                 self.status = time.time(), status
+            elif is_withdrawal(said):
+                self.status = None
             return b""
         bare = line.rstrip()
         if not self._block:
@@ -115,8 +121,6 @@ class Pump(threading.Thread):
         self._target: int | None = target
         self._log = log
         self._noise = noise
-        self.has_spoken = False
-        """Something came through the pipe."""
 
     def run(self) -> None:
         fd = self._source.fileno()
@@ -127,7 +131,6 @@ class Pump(threading.Thread):
             data = os.read(fd, 1 << 16)
             if not data:
                 break
-            self.has_spoken = True
             self._write(noise.feed(data) if noise is not None else data)
         if noise is not None:
             self._write(noise.flush())

@@ -25,6 +25,9 @@ def main() -> None:
 
 
 def _run() -> None:
+    from megatron_recover.status import STARTED, tell_launcher
+
+    tell_launcher(STARTED)
     from megatron_recover import rank
 
     rank.main(sys.argv[1:])

@@ -58,8 +58,8 @@ class Outcome:
     """No rank of this host was seen to be through the start."""
     is_managed: bool = False
     """The ranks ran under ``megatron_recover.run``: none ends the job without writing why."""
-    has_spoken: bool = False
-    """Something came from the ranks' standard output, on whatever host they were."""
+    has_heard: bool = False
+    """A rank of another host has reported to the launcher."""
 
 
 class Supervisor:
@@ -150,7 +150,7 @@ class Supervisor:
             failed_start=self._failed_start,
             was_starting=self._vigil.is_managed and self._vigil.is_starting,
             is_managed=self._vigil.is_managed,
-            has_spoken=pumps[0].has_spoken,
+            has_heard=self._noise.has_heard,
         )
 
     def _watch(self, mpirun: subprocess.Popen[bytes]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
+import cluster
 import psutil
 import pytest
-from harness import Finished, marked
-from launching import PROGRAMS, Running, is_working, launch
+from harness import Finished, marked, run
+from launching import ENV, PROGRAMS, Running, is_working, launch, line
 
 TRIES = str(PROGRAMS / "tries.py")
 pytestmark = pytest.mark.timeout(120)
@@ -23,13 +25,13 @@ def tries(*words: str, n: int = 2, options: tuple[str, ...] = ()) -> Finished:
 
 def begun(out: str) -> list[dict[str, Any]]:
     """What each try that got through the start has said of itself."""
-    return [json.loads(line.removeprefix("TRY ")) for line in out.splitlines() if line.startswith("TRY ")]
+    return [json.loads(row.removeprefix("TRY ")) for row in out.splitlines() if row.startswith("TRY ")]
 
 
 def ours(err: str) -> list[str]:
     """What the launcher has said."""
     return [
-        line.removeprefix("megatron-recover: ") for line in err.splitlines() if line.startswith("megatron-recover: ")
+        row.removeprefix("megatron-recover: ") for row in err.splitlines() if row.startswith("megatron-recover: ")
     ]
 
 
@@ -59,6 +61,7 @@ def test_a_job_that_makes_no_progress_is_not_started_again() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_number_of_tries_is_bounded() -> None:
     done = tries("killed@1", "killed@2", "killed@3", options=("--max-restarts", "1"))
     assert done.code == 71, done.explain()
@@ -66,7 +69,7 @@ def test_the_number_of_tries_is_bounded() -> None:
     assert ours(done.err)[-1].endswith("not started again: --max-restarts is 1.")
 
 
-@pytest.mark.parametrize(("word", "code"), [("too-few", 70), ("differ", 72)])
+@pytest.mark.parametrize(("word", "code"), [("too-few", 70), pytest.param("differ", 72, marks=pytest.mark.slow)])
 def test_what_another_try_would_not_mend_is_not_started_again(word: str, code: int) -> None:
     done = tries(word, "done")
     assert done.code == code, done.explain()
@@ -78,8 +81,8 @@ def test_a_rank_that_is_lost_before_mpi_is_up() -> None:
     done = tries("die", "done", n=3)
     assert done.code == 0, done.explain()
     assert [one["try"] for one in begun(done.out)] == [2]
-    (line,) = ours(done.err)
-    assert "the start failed: rank 1 ended before MPI was up on all ranks, so the others could not start;" in line
+    (said,) = ours(done.err)
+    assert "the start failed: rank 1 ended before MPI was up on all ranks, so the others could not start;" in said
     assert done.seconds < 30
 
 
@@ -97,8 +100,8 @@ def test_a_start_that_stands_still(word: str, what: str) -> None:
     done = tries(word, "done", n=3, options=("--start-timeout", "5"))
     assert done.code == 0, done.explain()
     assert [one["try"] for one in begun(done.out)] == [2]
-    (line,) = ours(done.err)
-    assert f"nothing has moved for --start-timeout 5 seconds while the ranks were starting: {what};" in line
+    (said,) = ours(done.err)
+    assert f"nothing has moved for --start-timeout 5 seconds while the ranks were starting: {what};" in said
     assert 'tries.py", line' in done.err, "the stacks of the ranks show where the start stands"
 
 
@@ -120,9 +123,21 @@ def test_an_error_that_all_ranks_meet_before_mpi_is_up() -> None:
 def test_a_rank_that_is_stopped_with_its_keeper_is_killed() -> None:
     done = tries("freeze", n=3)
     assert done.code == 0, done.explain()
-    (line,) = ours(done.err)
-    assert line.startswith("rank 1 (process ") and "and its keeper does nothing about it: both are killed" in line
+    (said,) = ours(done.err)
+    assert said.startswith("rank 1 (process ") and "and its keeper does nothing about it: both are killed" in said
     assert done.out.count("killed after") == 2
+
+
+def test_nothing_is_left_of_workers_managers_and_a_stopped_rank(running: list[Running]) -> None:
+    begin = time.monotonic()
+    job = Running(TRIES, "leave-behind", n=4, entry="kept_entry")
+    running.append(job)
+    code, out, err = job.end()
+    assert code == 0, err
+    assert time.monotonic() - begin < 30
+    assert out.count("beside rank") == 4
+    assert "megatron_recover: rank 1 (process " in err and "it is stopped" in err, "its keeper has killed it"
+    assert marked(job.mark) == []
 
 
 def test_mpirun_is_killed(running: list[Running]) -> None:
@@ -177,3 +192,34 @@ def test_a_signal_ends_the_tries(running: list[Running]) -> None:
     assert ours(err)[-1].startswith("exit code 143 (stopped by a signal): stopped by SIGTERM")
     assert time.monotonic() - begin < 15
     assert marked(job.mark) == []
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_left_out(tmp_path: Path) -> None:
+    """Nodes are namespaces (tests/cluster.py); the one of rank 1 is switched off."""
+    done = on_two_nodes(tmp_path, "node1:2,node2:2", "host-lost@1", "done")
+    assert done.code == 0, done.explain()
+    first, second = begun(done.out)
+    assert (first["ranks"], second["ranks"]) == (4, 2)
+    assert second["left"] == 0, "the ranks of the first try have left the other node too"
+    assert (
+        "megatron-recover: try 1 ended with exit code 73 (gave up): mpirun ended the job: host node1 does not answer; "
+        "starting again (try 2 of at most 4) with 2 of 4 ranks, with the same arguments" in done.err
+    )
+
+
+@pytest.mark.slow
+def test_a_host_that_was_never_there_is_a_mistake(tmp_path: Path) -> None:
+    done = on_two_nodes(tmp_path, "node1:2,node3:2", "done")
+    assert done.code == 2, done.explain()
+    assert "exit code 2 (bad configuration): host node3 does not answer" in done.err
+
+
+def on_two_nodes(folder: Path, nodes: str, *words: str) -> Finished:
+    """A job of four ranks, started from a third node."""
+    if (reason := cluster.why_not()) is not None:
+        pytest.skip(reason)
+    options = ("--host", nodes, "-x", "PYTHONPATH", "--mca", "plm_rsh_agent", cluster.agent())
+    command = line(TRIES, *words, n=4, entry="kept_entry", options=options)
+    env = {"PYTHONPATH": f"{ENV['PYTHONPATH']}:{Path(cluster.__file__).parent}"}
+    return run(cluster.on_a_cluster(folder / "cluster", 2, command), timeout=100, env=env)

@@ -86,3 +86,15 @@ def test_pump_empties_the_pipe_when_nobody_reads() -> None:
         pump.join(10)
         assert not pump.is_alive()
     os.close(target)
+
+
+def test_reports_of_ranks_on_other_hosts_are_taken_out() -> None:
+    noise = NoiseFilter()
+    assert noise.feed(b'a\nmegatron-recover-sta') == b"a\n"
+    assert noise.feed(b'tus: {"started": true}\nb\n') == b"b\n"
+    assert noise.has_heard and noise.status is None
+    assert noise.feed(b'megatron-recover-status: {"exit_code": 73, "reason": "r", "replicas_left": 2}\n') == b""
+    assert noise.status is not None
+    assert noise.status[1] == {"exit_code": 73, "reason": "r", "replicas_left": 2}
+    noise.feed(b'megatron-recover-status: {"withdrawn": true}\n')
+    assert noise.status is None

@@ -10,10 +10,12 @@ import signal
 import sys
 
 from megatron_recover.keeper import keep
+from megatron_recover.status import STARTED, tell_launcher
 
 
 def run_script() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tell_launcher(STARTED)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

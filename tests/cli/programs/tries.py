@@ -3,6 +3,7 @@ that follow. What a word means stands in ``ENDS``; it may carry the iteration th
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -107,6 +108,32 @@ def left_behind(job: str) -> int:
     return found
 
 
+def leave_behind() -> None:
+    """Every rank has what a training rank has beside it, some of which ignores SIGTERM. The second is stopped for
+    good and never comes to the end; the third is killed; the others end as if in order, and clear nothing up."""
+    own_lease().enter(Stage.TRAINING, 2.0)
+    context = multiprocessing.get_context("fork")
+    manager = context.Manager()  # what Megatron's checkpoint writer uses; it outlives a rank that is killed
+    workers = [context.Process(target=sleep_for_ever, daemon=True), context.Process(target=sleep_stubbornly)]
+    for worker in workers:
+        worker.start()
+    shared = manager.list([worker.pid for worker in workers])
+    print(f"beside rank {RANK}: {manager._process.pid} {list(shared)}", flush=True)  # type: ignore[attr-defined]
+    MPI.COMM_WORLD.Barrier()
+    if SECOND:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if RANK == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    leaving.write_status(0, "done")
+    own_lease().ends_with(0)
+    os._exit(0)
+
+
+def sleep_stubbornly() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep_for_ever()
+
+
 BEFORE_MPI = {
     "die": lambda: die_alone("kill"),
     "stop": lambda: die_alone("stop"),
@@ -123,6 +150,7 @@ ENDS = {
     "freeze": freeze,
     "wait": wait,
     "host-lost": host_lost,
+    "leave-behind": leave_behind,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
