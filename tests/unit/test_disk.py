@@ -55,7 +55,9 @@ def save_to_path() -> None:
     torch.save(torch.zeros(1 << 16), "/dev/full")
 
 
-@pytest.mark.parametrize(("save", "words"), [(save_to_stream, "No space left on device"), (save_to_path, "could not be written")])
+@pytest.mark.parametrize(
+    ("save", "words"), [(save_to_stream, "No space left on device"), (save_to_path, "could not be written")]
+)
 def test_torchs_own_writer_on_a_full_device(save: Callable[[], None], words: str) -> None:
     """It hides the error of a stream behind one of its own, and that of a path in its text."""
     with pytest.raises((OSError, RuntimeError)) as raised:
