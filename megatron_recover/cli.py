@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 
-from megatron_recover.errors import ExitCode, UserError
+from megatron_recover.errors import EXIT_TABLE, ExitCode, UserError
 from megatron_recover.faults import GRAMMAR
 
 _DESCRIPTION = "Pre-training with Megatron that goes on when GPUs are lost."
@@ -22,7 +23,17 @@ a first run:
 
 `megatron-recover COMMAND --help` explains each one.
 """
-_LAUNCH_USAGE = "megatron-recover launch -n N [--timeout S] [--log-dir DIR] [mpirun options] -- SCRIPT ARGS"
+_LAUNCH_USAGE = "megatron-recover launch -n N [options] [mpirun options] -- SCRIPT ARGS"
+
+
+def _exit_codes() -> str:
+    """The table of exit codes, for a terminal."""
+    rows = []
+    for code, name, advice in EXIT_TABLE:
+        rows += textwrap.wrap(f"{code:<7} {name}: {advice}", 100, initial_indent="  ", subsequent_indent=" " * 10)
+    return "\n".join(rows)
+
+
 _LAUNCH_EPILOG = f"""SCRIPT is any Megatron pretrain_*.py (unchanged; --recover among its ARGS) or any program
 on megatron_recover.session. The N ranks are cut into replicas of tensor x pipeline x context parallel
 size x --recover-shards ranks. Options that are not listed here go to mpirun as they are.
@@ -43,9 +54,12 @@ failures, --recover-inject:
 signals: SIGTERM, SIGHUP and the first Ctrl-C are passed to the ranks as SIGTERM (with Megatron's
 --exit-signal-handler they save and end); the second Ctrl-C ends the job at once.
 
-exit codes: 0 done; 1 the script failed; 2 refused at start; 70 fewer than --recover-min-replicas left
-(saved, if --save is set); 71 no replica left; 72 replicas differ; 73 a repair did not end; 124 --timeout;
-128+s stopped by signal s; others are the script's own. The last line says which and why.
+restarts: what cannot be survived inside an iteration (exit codes 71 and 73, the loss of a host, a start that
+does not come up) starts the job again from its last checkpoint in --save, on what is left of it; at most
+--max-restarts times, and not when a try came no further than the one before.
+
+exit codes (for any but 0 the last line says why):
+{_exit_codes()}
 """
 _DOCTOR_EPILOG = """It looks at Python, torch, CUDA, megatron-core, MPI and its fault tolerance, and runs two
 ranks of which one is killed: the other has to notice, repair and go on.
@@ -91,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(words: list[str]) -> int:
-    from megatron_recover.launch import ENTRY_MODULE, Launch, launch
+    from megatron_recover.launch import ENTRY_MODULE, MAX_RESTARTS, START_TIMEOUT_S, Launch, launch
 
     parser = argparse.ArgumentParser(
         prog="megatron-recover launch",
@@ -107,6 +121,20 @@ def _launch(words: list[str]) -> int:
     parser.add_argument("--timeout", type=float, metavar="S", help="stop the job after S seconds")
     parser.add_argument(
         "--log-dir", metavar="DIR", help="also append all output to DIR/stdout.log and DIR/stderr.log"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=MAX_RESTARTS,
+        metavar="N",
+        help="start the job again from its last checkpoint at most N times; 0: never. Default: %(default)s",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=START_TIMEOUT_S,
+        metavar="S",
+        help="take a start that stands still for S seconds for lost. Default: %(default)g",
     )
     parser.add_argument(
         "--entry", default=ENTRY_MODULE, help=argparse.SUPPRESS
@@ -126,6 +154,8 @@ def _launch(words: list[str]) -> int:
             mpirun_options=tuple(mpirun_options),
             timeout_s=options.timeout,
             log_dir=options.log_dir,
+            max_restarts=options.max_restarts,
+            start_timeout_s=options.start_timeout,
             entry=options.entry,
         )
     )

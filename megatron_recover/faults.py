@@ -55,7 +55,7 @@ PHASES: Mapping[str, str | None] = {
     "after-commit": None,
     "optimizer": None,
     "eval": "microbatch",
-    "save": None,
+    "save": "step",
     "takeover": None,
     "repair": "step",
     "exit": None,
@@ -69,6 +69,12 @@ the rank leads after another one, the first repair it takes part in, and the end
 REPAIR_STEPS = ("begin", "settled", "shrunk", "done")
 """What ``step`` counts in a repair: a failure was noticed; before Shrink; between Shrink and Agree; after it."""
 
+SAVE_STEPS = ("written", "begin", "named", "writing")
+"""And in a save: all of it is on disk, but does not count as a checkpoint yet; before anything is written; it counts;
+a part of it is on disk. Ranks that do not save know only the first."""
+
+_STEPS = {"repair": REPAIR_STEPS, "save": SAVE_STEPS}
+
 PAUSE_S = 2.0
 TRY_VARIABLE = "MEGATRON_RECOVER_TRY"
 """Environment variable: which start of the job this is, from 1."""
@@ -76,6 +82,11 @@ TRY_VARIABLE = "MEGATRON_RECOVER_TRY"
 
 def _phases(unit: str) -> str:
     return ", ".join(phase for phase, counted in PHASES.items() if counted == unit)
+
+
+def _steps() -> str:
+    lists = {phase: ", ".join(f"{n} {name}" for n, name in enumerate(names)) for phase, names in _STEPS.items()}
+    return "; ".join(f"{phase}: {names}" for phase, names in lists.items())
 
 
 GRAMMAR = f"""KIND:rank=R,iteration=I,phase=P[,microbatch=K][,bucket=K][,step=K]
@@ -87,7 +98,7 @@ GRAMMAR = f"""KIND:rank=R,iteration=I,phase=P[,microbatch=K][,bucket=K][,step=K]
   microbatch  only with {_phases("microbatch")}: the K-th one, from 0,
               that this rank runs in the iteration (default 0)
   bucket      only with {_phases("bucket")}: number of the gradient bucket, from 0 (default 0)
-  step        only with {_phases("step")}: {", ".join(f"{n} {name}" for n, name in enumerate(REPAIR_STEPS))} (default 0)
+  step        only with {_phases("step")} (default 0): {_steps()}
   for example kill:rank=3,iteration=5,phase=reduce,bucket=1 or stop:rank=0,phase=takeover"""
 
 
@@ -174,8 +185,8 @@ def parse_fault(spec: str) -> Fault:
         if unit in numbers and PHASES[phase] != unit:
             raise refuse(f"{unit!r} has no meaning in phase {phase!r}")
     index = numbers.get(PHASES[phase] or "", 0)
-    if phase == "repair" and index >= len(REPAIR_STEPS):
-        raise refuse(f"a repair has steps 0 to {len(REPAIR_STEPS) - 1}")
+    if phase in _STEPS and index >= len(_STEPS[phase]):
+        raise refuse(f"a {phase} has steps 0 to {len(_STEPS[phase]) - 1}")
     return Fault(kind, numbers["rank"], numbers.get("iteration", 0), phase, index)
 
 
@@ -208,9 +219,8 @@ def parse_faults(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ..
 
 
 def faults_of_this_try(specs: Iterable[str], num_ranks: int | None) -> tuple[Fault, ...]:
-    """As ``parse_faults``; nothing from the second start of a job on."""
-    faults = parse_faults(specs, num_ranks)
-    return faults if os.environ.get(TRY_VARIABLE, "1") == "1" else ()
+    """As ``parse_faults``; nothing from the second start of a job on, which may have fewer ranks than faults name."""
+    return parse_faults(specs, num_ranks) if os.environ.get(TRY_VARIABLE, "1") == "1" else ()
 
 
 class FaultInjector:

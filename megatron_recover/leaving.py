@@ -22,6 +22,9 @@ import psutil
 
 from megatron_recover.errors import ExitCode
 from megatron_recover.lease import own_lease
+from megatron_recover.status import tell_launcher
+
+_has_told = False  # this process has written down how the job ends
 
 ATEXIT_S = 20.0
 """Time for exit handlers (wandb uploads, writers) of a process that ends in good order."""
@@ -101,17 +104,28 @@ def _run_exit_handlers() -> None:
 
 def write_status(code: int, reason: str, job_dir: str | None = None, *, replicas_left: int | None = None) -> None:
     """Tells the launcher how the job ended (``status.json`` in the job's directory). Never raises."""
+    global _has_told
+    _has_told = True
     folder = job_dir or os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     if not folder:
         return
+    status: dict[str, object] = {"exit_code": int(code), "reason": reason}
+    if replicas_left is not None:
+        status["replicas_left"] = replicas_left
     with contextlib.suppress(OSError):
         target = Path(folder) / "status.json"
         draft = target.with_suffix(f".{os.getpid()}")
-        status: dict[str, object] = {"exit_code": int(code), "reason": reason}
-        if replicas_left is not None:
-            status["replicas_left"] = replicas_left
         draft.write_text(json.dumps(status))
         draft.replace(target)
+    tell_launcher(status)
+
+
+def withdraw_status() -> None:
+    """A rank that failed has said how the job ends, and it does not: the others go on. Never raises."""
+    folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
+    if folder and not _has_told:
+        with contextlib.suppress(OSError):
+            (Path(folder) / "status.json").unlink(missing_ok=True)
 
 
 def report_error(error: BaseException, rank: int) -> None:

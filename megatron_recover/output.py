@@ -6,7 +6,10 @@ import contextlib
 import os
 import select
 import threading
-from typing import IO
+import time
+from typing import IO, Any
+
+from megatron_recover.status import MARK, read_status
 
 _RULE = b"-" * 74
 _SORRY = b"Sorry!  You were supposed to get help about:"
@@ -29,6 +32,8 @@ class NoiseFilter:
         self._tail = b""  # unfinished line that may be the beginning of a block
         self._block: list[bytes] = []  # lines held back
         self._is_line_start = True
+        self.status: tuple[float, dict[str, Any]] | None = None
+        """What a rank of another host has said last about the end of the job, and when (``time.time``)."""
 
     @property
     def is_holding(self) -> bool:
@@ -63,6 +68,10 @@ class NoiseFilter:
         if not self._is_line_start:  # its beginning was shown already
             return line
         line = line.lstrip(b"\0")  # mpirun ends some of its messages with a zero byte
+        if line.startswith(MARK):
+            if (status := read_status(line[len(MARK) :])) is not None:
+                self.status = time.time(), status
+            return b""
         bare = line.rstrip()
         if not self._block:
             if bare == _RULE:
@@ -88,7 +97,7 @@ class NoiseFilter:
 
 def _could_be_noise(start: bytes) -> bool:
     start = start.lstrip(b"\0")
-    return _RULE.startswith(start.rstrip(b"\r"))
+    return _RULE.startswith(start.rstrip(b"\r")) or start.startswith(MARK) or MARK.startswith(start)
 
 
 class Pump(threading.Thread):
@@ -106,6 +115,8 @@ class Pump(threading.Thread):
         self._target: int | None = target
         self._log = log
         self._noise = noise
+        self.has_spoken = False
+        """Something came through the pipe."""
 
     def run(self) -> None:
         fd = self._source.fileno()
@@ -116,6 +127,7 @@ class Pump(threading.Thread):
             data = os.read(fd, 1 << 16)
             if not data:
                 break
+            self.has_spoken = True
             self._write(noise.feed(data) if noise is not None else data)
         if noise is not None:
             self._write(noise.flush())

@@ -34,7 +34,7 @@ class _Member:
     rank: int | None
     """Rank it belongs to; None for mpirun and its helpers."""
     is_rank: bool
-    """Is the rank itself: a child of mpirun."""
+    """What MPI's runtime takes for the rank: a child of mpirun (the rank's keeper, where it has one)."""
 
 
 class JobProcesses:
@@ -57,7 +57,8 @@ class JobProcesses:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Living ranks on this host -> pid, as of the last scan."""
+        """Living ranks on this host -> pid of the rank's keeper (of the rank itself where it has none), as of the
+        last scan."""
         return {m.rank: pid for pid, m in self._members.items() if m.is_rank and m.rank is not None}
 
     def scan(self) -> None:
@@ -96,6 +97,13 @@ class JobProcesses:
             with contextlib.suppress(psutil.Error):
                 self._members[pid].process.send_signal(signum)
         return told
+
+    def kill_rank(self, rank: int) -> None:
+        """Kills a rank with everything it has started, its keeper too."""
+        for member in self._members.values():
+            if member.rank == rank:
+                with contextlib.suppress(psutil.Error):
+                    member.process.kill()
 
     def end_all(self, grace_s: float = 2.0) -> None:
         """Ends everything of the job on this host, mpirun too: SIGTERM, and SIGKILL after ``grace_s``."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_recover.errors import RecoverError, UserError
+from megatron_recover.errors import ExitCode, RecoverError, UserError
 from megatron_recover.faults import FaultInjector, faults_of_this_try
 from megatron_recover.leaving import (
     code_of,
@@ -105,7 +105,11 @@ def _fail(error: BaseException) -> None:
         time.sleep(ORPHAN_GRACE_S)
     with contextlib.suppress(Exception):
         report_error(error, _rank())
-        write_status(code_of(error), describe(error))
+        if session is None and type(error).__module__.startswith("mpi4py"):
+            # A peer was lost before the engine was there to repair it: the launcher starts again.
+            write_status(ExitCode.GAVE_UP, f"MPI failed at the start: {describe(error)}")
+        else:
+            write_status(code_of(error), describe(error))
     leave_as_failed(f"{type(error).__name__}", quiet=True)
 
 

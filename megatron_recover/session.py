@@ -32,7 +32,7 @@ from megatron_recover.errors import ReplicasDiffer, StoppedBySignal, TooFewRepli
 from megatron_recover.faults import Fault, FaultInjector
 from megatron_recover.iteration import Iteration, Round
 from megatron_recover.lease import own_lease
-from megatron_recover.leaving import give_up, leave_as_failed, leave_as_orphan, leave_in_order
+from megatron_recover.leaving import give_up, leave_as_failed, leave_as_orphan, leave_in_order, withdraw_status
 from megatron_recover.observer import Observer, Silent
 from megatron_recover.recovery import Bucket
 from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S
@@ -162,6 +162,10 @@ class Session:
             self.watchdog.progress()
         self.observer.phase(phase, self.current_iteration, index)
         self.injector.at(phase, self.current_iteration, index)
+
+    def inject(self, phase: str, iteration: int, index: int = 0) -> None:
+        """Carries out an injected failure of work that may go on beside the iterations (any thread)."""
+        self.injector.at(phase, iteration, index)
 
     @property
     def pending_faults(self) -> tuple[Fault, ...]:
@@ -331,8 +335,11 @@ class Session:
             signal.signal(signal.SIGTERM, handle)
 
     def _repaired(self, report: Repair) -> None:
-        if not self._closing:
-            self.observer.repaired(report)
+        if self._closing:
+            return
+        if self.rank == self.layout.ranks_of(report.alive[0])[0]:
+            withdraw_status()
+        self.observer.repaired(report)
 
     def _orphaned(self) -> None:
         if self._closing:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
+import psutil
+
+from megatron_recover.errors import ExitCode
 from megatron_recover.guard import guarded
 from megatron_recover.output import NoiseFilter, Pump
 from megatron_recover.processes import JobProcesses
+from megatron_recover.status import read_status
+from megatron_recover.stop_signals import StopSignals
 from megatron_recover.telemetry.blackbox import Snapshot, read_blackbox
+from megatron_recover.vigil import Vigil
 
 STATUS_FILE = "status.json"
 
@@ -27,16 +31,20 @@ _EAGER_SCANS_S = 3.0  # at start every poll scans, so that ranks which fail at o
 STOP_GRACE_S = 30.0
 """After ``--timeout``: how long the ranks may take to leave before they are killed."""
 _EMPTY_S = 10.0  # mpirun still there although no rank is
+_GIVEN_UP_S = 3.0  # the job still there although a rank has given it up
+_FROZEN_S = 3.0  # mpirun stopped for so long that it is no accident
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, as seen from outside."""
+    """How one start of a job ended, as seen from outside."""
 
     mpirun_code: int
+    """Negative: the signal that ended it."""
     status: dict[str, Any] | None
-    """What was last written into ``status.json``: ``exit_code`` and ``reason``; None if nothing was. Ranks
-    that fail while others go on write it too, the last leader writes it at the end."""
+    """What was last written into ``status.json``: ``exit_code``, ``reason`` and, where it is known,
+    ``replicas_left``; None if nothing was. Ranks that fail while others go on write it too, the last leader writes
+    it at the end."""
     num_ranks_seen: int
     """Ranks that ran on this host."""
     signal: signal.Signals | None
@@ -44,10 +52,18 @@ class Outcome:
     timed_out: bool
     last_places: list[Snapshot] = field(default_factory=list)
     """Black boxes of this host's ranks."""
+    failed_start: str | None = None
+    """Why the ranks cannot have come up together, when the job was ended for that."""
+    was_starting: bool = False
+    """No rank of this host was seen to be through the start."""
+    is_managed: bool = False
+    """The ranks ran under ``megatron_recover.run``: none ends the job without writing why."""
+    has_spoken: bool = False
+    """Something came from the ranks' standard output, on whatever host they were."""
 
 
 class Supervisor:
-    """Runs one mpirun to its end. Use once, from the main thread (it handles signals).
+    """Runs one mpirun to its end. Use once, from the main thread.
 
     Args:
         command: the mpirun line.
@@ -55,7 +71,10 @@ class Supervisor:
         job_id: see ``processes.JobProcesses``.
         job_dir: where the ranks keep black boxes and the last leader writes ``status.json``.
         num_ranks: ranks the command starts.
+        signals: with which the job is asked to stop.
         timeout_s: the job is stopped after this time; None: never.
+        begun: when the time for ``timeout_s`` began (``time.monotonic()``); None: now.
+        start_timeout_s: how long the start may stand still.
         logs: where stdout and stderr are also written, if anywhere.
     """
 
@@ -67,7 +86,10 @@ class Supervisor:
         job_id: str,
         job_dir: Path,
         num_ranks: int,
+        signals: StopSignals,
         timeout_s: float | None = None,
+        begun: float | None = None,
+        start_timeout_s: float = 300.0,
         logs: tuple[BinaryIO, BinaryIO] | None = None,
     ) -> None:
         self._command = list(command)
@@ -75,18 +97,24 @@ class Supervisor:
         self._job_dir = job_dir
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._begun = time.monotonic() if begun is None else begun
         self._logs = logs
         self._job_id = job_id
         self._processes = JobProcesses(job_id)
-        self._signals: list[signal.Signals] = []  # received and not yet acted on
+        self._vigil = Vigil(job_dir, num_ranks, start_timeout_s)
+        self._noise = NoiseFilter()
+        self._signals = signals
         self._stop_signal: signal.Signals | None = None
         self._is_stopping = False
         self._timed_out = False
+        self._failed_start: str | None = None
+        self._given_up_since: float | None = None
+        self._frozen_since: float | None = None
         self._told: set[int] = set()  # ranks that were sent SIGTERM
 
     def run(self) -> Outcome:
         """Starts the job and waits for it. Nothing of it is left on this host afterwards."""
-        with self._handling_signals(), guarded(self._job_id, self._job_dir):
+        with guarded(self._job_id, self._job_dir):
             # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides.
             mpirun = subprocess.Popen(
                 self._command,
@@ -99,7 +127,7 @@ class Supervisor:
             assert mpirun.stdout is not None
             assert mpirun.stderr is not None
             out_log, err_log = self._logs or (None, None)
-            pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, NoiseFilter())]
+            pumps = [Pump(mpirun.stdout, 1, out_log, None), Pump(mpirun.stderr, 2, err_log, self._noise)]
             for pump in pumps:
                 pump.start()
             try:
@@ -110,6 +138,7 @@ class Supervisor:
                 for pump in pumps:
                     pump.join(5.0)
                 self._processes.remove_leftovers()
+        self._vigil.conclude()
         places = (read_blackbox(self._job_dir, rank) for rank in range(self._num_ranks))
         return Outcome(
             mpirun_code=code,
@@ -118,6 +147,10 @@ class Supervisor:
             signal=self._stop_signal,
             timed_out=self._timed_out,
             last_places=[place for place in places if place is not None],
+            failed_start=self._failed_start,
+            was_starting=self._vigil.is_managed and self._vigil.is_starting,
+            is_managed=self._vigil.is_managed,
+            has_spoken=pumps[0].has_spoken,
         )
 
     def _watch(self, mpirun: subprocess.Popen[bytes]) -> None:
@@ -132,11 +165,11 @@ class Supervisor:
             now = time.monotonic()
             if self._act_on_signals():
                 return
-            if self._timeout_s is not None and now - begin > self._timeout_s:
+            if self._timeout_s is not None and now - self._begun > self._timeout_s:
                 if not self._timed_out:
                     _say(f"--timeout {self._timeout_s:g}: the job is stopped.")
                 self._timed_out = self._is_stopping = True
-                if now - begin > self._timeout_s + STOP_GRACE_S:
+                if now - self._begun > self._timeout_s + STOP_GRACE_S:
                     return
             if now < next_scan and not self._is_stopping:
                 continue
@@ -145,6 +178,12 @@ class Supervisor:
             self._processes.end_orphans()
             if self._is_stopping:
                 self._stop(mpirun)
+            self._failed_start = self._vigil.look(self._processes, now)
+            if self._failed_start is not None:
+                return
+            if self._is_given_up(now):
+                return
+            self._look_at_mpirun(mpirun, now)
             # Last resort against an mpirun that does not end although its job has.
             ranks, seen = self._processes.ranks, self._processes.ranks_seen
             is_empty = not ranks and len(seen) == self._num_ranks  # and all of them were on this host
@@ -152,10 +191,34 @@ class Supervisor:
             if empty_since is not None and now - empty_since > _EMPTY_S:
                 return
 
+    def _is_given_up(self, now: float) -> bool:
+        """Whether a rank has given up for all, and mpirun has had the time to end the others."""
+        if self._given_up_since is None:
+            status = self._status()
+            if status is None or status["exit_code"] != ExitCode.GAVE_UP:
+                return False
+            self._given_up_since = now
+        return now - self._given_up_since > _GIVEN_UP_S
+
+    def _look_at_mpirun(self, mpirun: subprocess.Popen[bytes], now: float) -> None:
+        """Says so, once, when mpirun alone is stopped. Nothing more: whoever stopped it may let it go on, and a
+        suspended batch job is stopped as a whole, the launcher included."""
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(mpirun.pid).status() != psutil.STATUS_STOPPED:
+                self._frozen_since = None
+            elif self._frozen_since is None:
+                self._frozen_since = now
+            elif now > self._frozen_since + _FROZEN_S:
+                self._frozen_since = float("inf")
+                _say(
+                    f"mpirun is stopped (SIGSTOP), so the output of the ranks stands still: `kill -CONT {mpirun.pid}` "
+                    "lets it go on."
+                )
+
     def _act_on_signals(self) -> bool:
         """True when the job must be ended at once."""
-        while self._signals:
-            received = self._signals.pop(0)
+        while self._signals.pending:
+            received = self._signals.pending.pop(0)
             if self._stop_signal is not None and received == signal.SIGINT:
                 _say("the job is ended at once.")
                 return True
@@ -178,26 +241,16 @@ class Supervisor:
         self._told |= self._processes.signal_ranks(signal.SIGTERM, except_pids=self._told)
 
     def _status(self) -> dict[str, Any] | None:
+        """What was said last about the end of the job, on this host or another one."""
+        from_afar = self._noise.status
         try:
-            status = json.loads((self._job_dir / STATUS_FILE).read_text())
-            return {"exit_code": int(status["exit_code"]), "reason": str(status.get("reason", ""))}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        def handle(signum: int, frame: FrameType | None) -> None:
-            self._signals.append(signal.Signals(signum))
-
-        before = {}
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-                before[signum] = signal.signal(signum, handle)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            path = self._job_dir / STATUS_FILE
+            written, status = path.stat().st_mtime, read_status(path.read_text())
+        except (OSError, UnicodeDecodeError):
+            status = None
+        if from_afar is not None and (status is None or from_afar[0] > written):
+            return from_afar[1]
+        return status
 
 
 def _say(text: str) -> None:

@@ -7,12 +7,15 @@ The adapter holds no protocol: rounds, commits and repairs are the session's. Ea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_recover.megatron.arguments import RecoverConfig
 from megatron_recover.session import Iteration, Session
 from megatron_recover.telemetry.metrics import MetricsWriter
 from megatron_recover.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron_recover.megatron.saver import Saver
 
 
 class Adapter:
@@ -41,6 +44,9 @@ class Adapter:
         self.metrics: MetricsWriter | None = None
         self.completed = 0
         """Iterations whose optimizer step is done."""
+        self.is_trained = False
+        """The training loop has come to its end."""
+        self.saver: Saver
 
     def at(self, phase: str, index: int = 0) -> None:
         """Marks a phase for telemetry and failure injection."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_recover.errors import StoppedBySignal, TooFewReplicas, UserError
+from megatron_recover.errors import NotSaved, StoppedBySignal, TooFewReplicas, UserError
 from megatron_recover.megatron import checkpoint, state_faults
 from megatron_recover.megatron.adapter import Adapter
 from megatron_recover.megatron.decisions import SIGNAL
@@ -48,25 +48,27 @@ def install(adapter: Adapter) -> None:
 
     @functools.wraps(stock_train)
     def train(*args: Any, **options: Any) -> Any:
+        adapter.saver.starts()
         try:
-            return stock_train(*args, **options)
-        except SystemExit:
-            if session.decisions[SIGNAL]:  # Megatron has saved and leaves, on all ranks after the same iteration
+            result = stock_train(*args, **options)
+        except SystemExit as end:  # by signal, time or iteration, and on all ranks alike
+            if not end.code:
+                checkpoint.raise_if_unsaved(adapter)
+            if session.decisions[SIGNAL]:
                 what = f"exit signal received, the last iteration is {adapter.completed}"
                 raise StoppedBySignal(what, saved=bool(get_args().save)) from None
             raise
         except (TooFewReplicas, StoppedBySignal) as error:
             # Raised by all ranks at the same agreement, before the optimizer step or in evaluation: parameters and
             # counters are those after `completed` iterations.
-            saved = checkpoint.save_now(adapter, adapter.completed)
-            what = (
-                f"the state after iteration {adapter.completed} is saved in {get_args().save}: start again with --load"
-                if saved
-                else "nothing is saved because --save is not set"
-            )
-            if isinstance(error, StoppedBySignal):
-                raise StoppedBySignal(f"{error}; {what}", saved=saved) from None
-            raise TooFewReplicas(f"{error}; {what}") from None
+            what = f"{error}; {checkpoint.save_now(adapter, adapter.completed)}"
+            if isinstance(error, TooFewReplicas):
+                raise TooFewReplicas(what) from None
+            if adapter.saver.is_unsaved:
+                raise NotSaved(what) from None
+            raise StoppedBySignal(what, saved=bool(get_args().save)) from None
+        adapter.is_trained = True
+        return result
 
     @functools.wraps(stock_build)
     def build_train_valid_test_data_iterators(*args: Any, **options: Any) -> Any:

@@ -293,11 +293,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # checkpoints and dumps
     Refusal(
-        "--async-save",
-        ("async_save",),
-        _given,
-        "a checkpoint that is written in the background is lost with the leader",
-        "leave it out, and save less often",
+        "--async-save with --async-strategy nvrx",
+        ("async_save", "async_strategy"),
+        lambda background, strategy: bool(background) and strategy == "nvrx",
+        "its writing processes outlive a rank that is lost",
+        "add --async-strategy mcore, which then writes on a thread",
     ),
     Refusal(
         "--non-persistent-save-interval or --non-persistent-ckpt-type",

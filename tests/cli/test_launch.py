@@ -7,83 +7,21 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import REPOSITORY, Finished, marked, run
+from harness import marked
+from launching import LIMIT_S, PROGRAMS, Running, is_working, launch
 
 from megatron_recover import cli, mpi_install
 from megatron_recover.launch import Launch, command, environment, verdict
 from megatron_recover.supervise import Outcome
 from megatron_recover.telemetry.blackbox import Snapshot
 
-PROGRAMS = Path(__file__).resolve().parent / "programs"
 RANKS = str(PROGRAMS / "ranks.py")
-ENV = {"PYTHONPATH": f"{REPOSITORY}:{PROGRAMS}"}
-CLI = [sys.executable, "-m", "megatron_recover.cli"]
-LIMIT_S = 30.0
-
-
-def line(*script: str, n: int = 2, options: tuple[str, ...] = ()) -> list[str]:
-    return [*CLI, "launch", "-n", str(n), "--entry", "plain_entry", *options, "--", *script]
-
-
-def launch(*script: str, n: int = 2, options: tuple[str, ...] = ()) -> Finished:
-    return run(line(*script, n=n, options=options), timeout=LIMIT_S, env=ENV)
-
-
-class Running:
-    """A launcher that is still at work. Its processes are killed at the end of the test."""
-
-    def __init__(self, *script: str, options: tuple[str, ...] = ()) -> None:
-        self.mark = f"launch-{os.getpid()}-{time.monotonic_ns()}"
-        self.process = subprocess.Popen(
-            line(*script, options=options),
-            env={**os.environ, **ENV, "RECOVER_TEST_MARK": self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_until_ready(self, num_ranks: int = 2) -> list[int]:
-        """Pids of the ranks, once each of them has said ``ready PID``."""
-        assert self.process.stdout is not None
-        pids: list[int] = []
-        while len(pids) < num_ranks:
-            word, _, pid = self.process.stdout.readline().partition(" ")
-            assert word == "ready", self.process.communicate(timeout=5)
-            pids.append(int(pid))
-        time.sleep(0.3)  # one scan of the launcher
-        return pids
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, out, err
-
-
-def is_working(process: psutil.Process) -> bool:
-    """Not ended, and not a zombie that waits for a slow init either."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture
-def running() -> Iterator[list[Running]]:
-    """Append each ``Running`` to it."""
-    jobs: list[Running] = []
-    yield jobs
-    for job in jobs:
-        for process in marked(job.mark):
-            process.kill()
 
 
 @pytest.mark.timeout(60)
@@ -151,7 +89,7 @@ def test_nothing_is_left_of_a_job(running: list[Running]) -> None:
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [
-        ("kill", 71, "no replica left): every rank was lost"),
+        ("kill", 71, "no replica left): every rank was lost, nothing could be saved; not started again: "),
         ("3", 1, "crashed): a rank ended the job (mpirun's exit code is 3)"),
         ("raise", 1, "ValueError: the script's own error"),
     ],
@@ -231,7 +169,7 @@ def test_nothing_is_left_by_a_launcher_that_is_killed(
 
 @pytest.mark.timeout(60)
 def test_a_killed_mpirun_leaves_nothing(running: list[Running]) -> None:
-    job = Running(RANKS, "wait")
+    job = Running(RANKS, "wait", options=("--max-restarts", "0"))
     running.append(job)
     ranks = job.wait_until_ready()
     segments = {
@@ -244,8 +182,8 @@ def test_a_killed_mpirun_leaves_nothing(running: list[Running]) -> None:
     assert mpirun is not None
     mpirun.kill()
     code, _, err = job.end()
-    assert code == 1
-    assert "crashed" in err.splitlines()[-1]
+    assert code == 73
+    assert err.splitlines()[-1] == "megatron-recover: exit code 73 (gave up): mpirun was ended by SIGKILL."
     assert marked(job.mark) == []
     assert not any(os.path.exists(segment) for segment in segments)
     assert glob.glob(f"/tmp/ompi.{mpirun.pid}") == []
@@ -266,6 +204,8 @@ BAD = {
     "missing script": (["-n", "2"], ["nowhere.py"], "there is no script 'nowhere.py'"),
     "no ranks": (["-n", "0"], ["S"], "-n 0 starts nothing"),
     "timeout": (["-n", "2", "--timeout", "-1"], ["S"], "--timeout -1"),
+    "start timeout": (["-n", "2", "--start-timeout", "0"], ["S"], "--start-timeout 0 is no time"),
+    "restarts": (["-n", "2", "--max-restarts", "-1"], ["S"], "--max-restarts -1 is too small"),
     "replica size": (
         ["-n", "6"],
         ["S", "--recover", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=2"],
@@ -368,6 +308,12 @@ def status(code: int) -> dict[str, object]:
         (Outcome(0, None, 2, None, False), 71, "every rank was lost"),
         (Outcome(1, None, 2, None, False), 1, "a rank ended the job"),
         (Outcome(213, None, 0, None, False), 2, "mpirun did not start the ranks"),
+        (Outcome(213, None, 0, None, False, has_spoken=True), 1, "a rank ended the job"),
+        (Outcome(70, None, 0, None, False, has_spoken=True), 70, "a rank ended the job"),
+        (Outcome(-9, None, 2, None, False), 73, "mpirun was ended by SIGKILL"),
+        (Outcome(213, None, 2, None, False, is_managed=True), 73, "mpirun ended the job by itself"),
+        (Outcome(143, None, 2, None, False, failed_start="rank 1 ended"), 73, "the start failed: rank 1 ended"),
+        (Outcome(143, status(1), 2, None, False, failed_start="rank 1 ended"), 1, "written"),
         (
             Outcome(0, None, 2, None, False, [Snapshot(1, 10, 5, "reduce", 1, 1.0, 1.0)]),
             71,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from typing import Any
+
+from harness import CORE, Finished, run
 from test_session import assert_on_the_failure_free_curve, run_session, start
 
 from megatron_recover.errors import ExitCode
 
 SHORT = {"heartbeat_timeout_s": 2.0, "progress_timeout_s": 3.0}
+
+
+def launch(num_ranks: int, *, max_restarts: int = 3, **job: Any) -> Finished:
+    """The small trainer under our launcher."""
+    command = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(num_ranks)]
+    command += ["--max-restarts", str(max_restarts), "--", str(CORE / "session_program.py"), json.dumps(job)]
+    return run(command, timeout=120)
 
 
 def test_ends_that_mpi_would_not_notice_or_that_come_from_below() -> None:
@@ -90,3 +102,11 @@ def test_a_gradient_that_is_nan_once_costs_its_replica() -> None:
     assert "finite when computed again: suspect its device" in done.err
     assert done.results[0]["alive"] == [0, 1]
     assert_on_the_failure_free_curve(done.results)
+
+
+def test_a_script_error_of_one_replica_does_not_speak_for_a_job_that_is_lost_later() -> None:
+    """Replica 0 fails in iteration 2, and goes on without it; when all others are killed that is another thing."""
+    faults = ["exception:rank=0,iteration=2,phase=forward,microbatch=0"]
+    faults += [f"kill:rank={rank},iteration=4,phase=commit" for rank in (1, 2)]
+    done = launch(3, inject=faults, options={}, max_restarts=0)
+    assert done.code == ExitCode.NO_REPLICA_LEFT, done.explain()

@@ -56,7 +56,7 @@ def test_grammar(spec: str, fault: Fault) -> None:
     st.integers(0, 10**4),
 )
 def test_spec_is_read_back(kind: str, rank: int, iteration: int, phase: str, index: int) -> None:
-    index = 0 if PHASES[phase] is None else index % len(REPAIR_STEPS) if phase == "repair" else index
+    index = 0 if PHASES[phase] is None else index % len(REPAIR_STEPS) if PHASES[phase] == "step" else index
     fault = Fault(kind, rank, 0 if phase in ONCE_PHASES else iteration, phase, index)
     assert parse_fault(fault.spec) == fault
 
@@ -81,6 +81,7 @@ def test_spec_is_read_back(kind: str, rank: int, iteration: int, phase: str, ind
         ("kill:rank=1,iteration=1,phase=data,step=3", "'step' has no meaning in phase 'data'"),
         ("kill:rank=1,iteration=1,phase=repair", "phase 'repair' belongs to no iteration"),
         ("kill:rank=1,phase=repair,step=9", "a repair has steps 0 to 3"),
+        ("kill:rank=1,iteration=1,phase=save,step=4", "a save has steps 0 to 3"),
         ("kill:rank=1,iteration=1,phase=data,", "unknown part ''"),
         (
             "kill:rank=1,iteration=1,phase=commit,microbatch=0",

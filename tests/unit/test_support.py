@@ -75,6 +75,7 @@ ON: dict[str, dict[str, object]] = {
         "optimizer": "dist_muon"
     },
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--async-save with --async-strategy nvrx": {"async_save": True, "async_strategy": "nvrx"},
 }
 """What turns a row on, where it is more than its first attribute being 1."""
 
