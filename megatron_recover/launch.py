@@ -183,6 +183,8 @@ class _Job:
         self._begun = time.monotonic()
         self._checkpoints = restart.Checkpoints.of(job.script, job.script_arguments)
         self._places: list[restart.Place] = []
+        self._environment = environment(self._id, Path(tempfile.gettempdir()), os.environ)
+        """For what is asked of mpirun between two tries."""
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason of the last try."""
@@ -195,9 +197,9 @@ class _Job:
             mpirun_failed = outcome.status is None and outcome.mpirun_code != 0
             if self._is_asked_to_stop(outcome) or not (mpirun_failed or code in restart.RESTARTABLE):
                 return int(code), reason
-            all_hosts = hosts.allocated(self._mpirun, attempt.mpirun_options, os.environ)
+            all_hosts = hosts.allocated(self._mpirun, attempt.mpirun_options, self._environment)
             if len(all_hosts) > 1:
-                left = hosts.answering(self._mpirun, all_hosts, attempt.mpirun_options, os.environ)
+                left = hosts.answering(self._mpirun, all_hosts, attempt.mpirun_options, self._environment)
                 lost = [host.name for host in all_hosts if host not in left]
             if lost:
                 reason = f"{_name_hosts(lost)} not answer{_last_places(outcome.last_places)}."
