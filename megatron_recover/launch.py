@@ -132,7 +132,12 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
     """Exit code of the job and the reason: what its last leader wrote or, without that, what can be seen."""
     stopped = outcome.timed_out or outcome.signal is not None
     # A rank that failed while others went on has written its error; if they were then stopped, that is why.
-    if outcome.status is not None and not (stopped and outcome.status["exit_code"] == ExitCode.CRASHED):
+    crashed = outcome.status is not None and outcome.status["exit_code"] == ExitCode.CRASHED
+    if outcome.failed_start is not None and crashed and not stopped:
+        # One rank failed while the others were well: its host, perhaps. If it is the script, the next try says so.
+        assert outcome.status is not None
+        return ExitCode.GAVE_UP, f"the start failed: {outcome.failed_start} ({outcome.status['reason']})."
+    if outcome.status is not None and not (stopped and crashed):
         return outcome.status["exit_code"], outcome.status["reason"]
     if outcome.timed_out:
         return TIMED_OUT, f"the job had not ended after --timeout {timeout_s:g} seconds and was stopped."

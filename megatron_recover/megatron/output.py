@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_recover.telemetry.replay import ReplayWriter, forget, replay
 def install(adapter: Adapter) -> None:
     """Lets writers be opened by the leader only, and adds the ``recover/`` metrics to Megatron's log."""
     _writers(adapter)
+    _progress_log(adapter)
     _training_log(adapter)
 
 
@@ -71,6 +73,25 @@ def _no_one_logger(adapter: Adapter) -> None:
             stock(args)
 
     global_vars._set_one_logger = open_logger
+
+
+def _progress_log(adapter: Adapter) -> None:
+    """``--log-progress`` has one line for the job, not one for each replica, and a full disk costs only lines."""
+    from megatron.training import checkpointing, training
+
+    for module, name in (
+        (training, "append_to_progress_log"),
+        (training, "compute_throughputs_and_append_to_progress_log"),
+        (checkpointing, "append_to_progress_log"),
+    ):
+        stock = getattr(module, name)
+
+        def append(*args: Any, stock: Any = stock, of_save: bool = name.startswith("compute"), **options: Any) -> None:
+            if adapter.session.is_leader and not (of_save and adapter.saver.is_unsaved):
+                with contextlib.suppress(OSError):  # raised behind its barrier
+                    stock(*args, **options)
+
+        setattr(module, name, functools.wraps(stock)(append))
 
 
 def _training_log(adapter: Adapter) -> None:

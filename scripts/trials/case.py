@@ -83,10 +83,12 @@ class Case:
     def deadline_s(self) -> float:
         """When it counts as hung: many times what it takes on a machine with a core for four ranks."""
         start = 60.0 + (3.0 if self.trainer == "core" else 15.0) * self.num_ranks
-        slow = any(fault.kind == "hang" and fault.phase in ("reduce", "repair") for fault in self.faults)
-        return start + 12.0 * len(self.faults) + (90.0 if slow else 0.0)
+        # A minute until it is found, and a second start.
+        slow = any(f.phase == "launch" or (f.kind, f.phase) in _FOUND_LATE for f in self.faults)
+        return start + 12.0 * len(self.faults) + (start + 90.0 if slow else 0.0)
 
 
+_FOUND_LATE = (("hang", "reduce"), ("hang", "repair"))
 _FIELDS = tuple(f.name for f in dataclasses.fields(Case) if f.name not in ("trainer", "faults"))
 
 

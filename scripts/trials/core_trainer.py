@@ -13,13 +13,13 @@ from trials.core_model import Curve, failure_free
 from trials.jobs import Ended, run
 from trials.judge import (
     HEARTBEAT_TIMEOUT_S,
+    LAUNCHER_OPTIONS,
     PROGRESS_TIMEOUT_S,
     REPAIR_TIMEOUT_S,
     Findings,
     Wrong,
     difference,
     judge,
-    launcher_options,
 )
 
 PROGRAM = Path(__file__).with_name("core_program.py")
@@ -45,7 +45,7 @@ def run_case(case: Case, number: int, folder: Path) -> Result:
         },
     }
     command = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(case.num_ranks)]
-    command += [*launcher_options(), "--", str(PROGRAM), json.dumps(job)]
+    command += [*LAUNCHER_OPTIONS, "--", str(PROGRAM), json.dumps(job)]
     return judge(case, number, run(command, folder, case.deadline_s), folder, read)
 
 

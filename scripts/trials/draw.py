@@ -11,10 +11,8 @@ from megatron_recover.errors import UserError
 from megatron_recover.faults import KINDS, PHASES, REPAIR_STEPS, Fault
 from megatron_recover.workload import POLICIES
 from trials.case import HARMLESS, Case, sizes
-from trials.judge import launcher_options
 
-READY_KINDS = tuple(KINDS)
-READY_PHASES = tuple(phase for phase in PHASES if phase != "launch" or launcher_options())
+READY_KINDS, READY_PHASES = tuple(KINDS), tuple(PHASES)
 """What is drawn when nothing is asked for."""
 
 CORE_LAYOUTS = {"4x1": 2, "6x1": 3, "8x1": 4, "6x2": 2, "8x2": 2, "10x2": 1, "9x3": 2, "12x3": 1, "8x4": 1, "12x4": 1}
@@ -26,7 +24,7 @@ BUCKETS = 3
 
 _START = ("launch", "init", "model", "datasets")
 _TIMED = ("stop", "gil", "hang")
-"""Kinds that only a timeout finds. Those of the start are minutes long, so they are not drawn there."""
+"""Kinds that only a timeout finds. While model and data are set up it is minutes long, so they are not drawn there."""
 _ONLY = {"nan": ("data", "forward", "backward"), "corrupt": ("after-commit", "optimizer")}
 """Kinds that can be told from a right computation only when they happen at these moments."""
 _FOLLOWING = ("repair", "takeover")
@@ -52,12 +50,14 @@ class Menu:
                     raise UserError(f"{flag} {name}: there is no such one, choose from {', '.join(known)}.")
         for layout in self.layouts:
             sizes(self.trainer, layout)
+        if not any(kinds_at(self, phase) for phase in self.phases):
+            raise UserError(f"none of {', '.join(self.kinds)} can be tried in {', '.join(self.phases)}.")
 
 
 def kinds_at(menu: Menu, phase: str) -> list[str]:
     """Kinds of the menu that can be survived in a phase."""
-    kinds = [kind for kind in menu.kinds if phase in _ONLY.get(kind, menu.phases)]
-    if phase in _START:
+    kinds = [kind for kind in menu.kinds if phase in _ONLY.get(kind, PHASES)]
+    if phase in _START and phase != "launch":
         kinds = [kind for kind in kinds if kind not in _TIMED]
     return kinds
 
@@ -100,7 +100,7 @@ def _with_faults(case: Case, menu: Menu, rng: random.Random) -> Case:
     alive, faults = list(range(case.num_replicas)), list[Fault]()
     for place in places:
         if place.kind == "corrupt" and not _is_found(case, place, places, alive):
-            place = dataclasses.replace(place, kind="kill" if "kill" in menu.kinds else menu.kinds[0])
+            place = dataclasses.replace(place, kind="kill")
         harmless = place.kind in HARMLESS
         if not harmless and len(alive) == 1:
             continue
@@ -139,7 +139,7 @@ def _places(case: Case, menu: Menu, rng: random.Random, count: int) -> list[_Pla
     while len(places) < count:
         phase = rng.choice(phases)
         if phase == "launch":  # takes the start with it: nothing else happens in that job
-            return [_Place(rng.choice(_deadly(menu, phase)), 0, phase)]
+            return [_Place(rng.choice(kinds_at(menu, phase)), 0, phase)]
         if phase in _FOLLOWING and (count - len(places) < 2 or any(one.phase in _FOLLOWING for one in places)):
             phase = rng.choice(ordinary)
         if phase in _FOLLOWING:
@@ -161,7 +161,7 @@ def _chain(case: Case, menu: Menu, rng: random.Random, phase: str) -> list[_Plac
     step = rng.randrange(len(REPAIR_STEPS)) if phase == "repair" else 0
     return [
         _Place(rng.choice(_deadly(menu, first)), iteration, first, index, of_leader=phase == "takeover"),
-        _Place(rng.choice(_deadly(menu, phase)), iteration, phase, step),
+        _Place(rng.choice(kinds_at(menu, phase)), iteration, phase, step),
     ]
 
 

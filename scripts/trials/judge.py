@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_recover.launch import Launch
 from megatron_recover.telemetry.events import read_events
 from trials.case import HUNG, RESTARTED, SURVIVED, WRONG, Case, Result, lost_replicas
 from trials.jobs import Ended, happened
@@ -17,7 +16,9 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss to the failure-free run."""
 HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S = 2.0, 4.0, 20.0
 """Shorter than a user would set them, so that ``stop``, ``gil`` and ``hang`` do not take minutes."""
-MAX_RESTARTS = 2
+START_TIMEOUT_S = 60.0
+LAUNCHER_OPTIONS = ("--max-restarts", "2", "--start-timeout", f"{START_TIMEOUT_S:g}")
+"""A job that gives up is started again, as on a cluster."""
 
 
 class Wrong(Exception):
@@ -33,11 +34,6 @@ class Findings:
     """Living replicas as the job saw them at its end, if it says so."""
     largest_difference: float
     events: list[dict[str, Any]] = field(default_factory=list)
-
-
-def launcher_options() -> list[str]:
-    """Of ``megatron-recover launch``: a job that gives up is started again, as on a cluster."""
-    return ["--max-restarts", str(MAX_RESTARTS)] if "max_restarts" in Launch.__dataclass_fields__ else []
 
 
 def judge(case: Case, number: int, ended: Ended, folder: Path, read: Any) -> Result:

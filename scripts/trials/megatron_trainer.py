@@ -20,13 +20,13 @@ from trials.case import MEGATRON_LAYOUTS, Case, Result
 from trials.jobs import REPOSITORY, Ended, run
 from trials.judge import (
     HEARTBEAT_TIMEOUT_S,
+    LAUNCHER_OPTIONS,
     PROGRESS_TIMEOUT_S,
     REPAIR_TIMEOUT_S,
     Findings,
     Wrong,
     difference,
     judge,
-    launcher_options,
 )
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
@@ -52,7 +52,7 @@ Curves = dict[str, dict[int, list[float]]]
 def run_case(case: Case, number: int, folder: Path) -> Result:
     """Runs a case in an empty folder."""
     command = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(case.num_ranks)]
-    command += [*launcher_options(), "--", str(SCRIPT), *_flags(case)]
+    command += [*LAUNCHER_OPTIONS, "--", str(SCRIPT), *_flags(case)]
     command += ["--recover", "--recover-policy", case.policy, "--recover-events", str(folder / "events.jsonl")]
     command += ["--recover-check-replicas-interval", "1"]
     command += ["--recover-heartbeat-timeout", f"{_SLOWER * HEARTBEAT_TIMEOUT_S:g}"]

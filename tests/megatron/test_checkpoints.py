@@ -117,7 +117,7 @@ def test_each_place_where_the_disk_can_refuse_one_rank_of_a_replica(tmp_path: Pa
     refuse(folder_of(tmp_path, 4) / ".metadata.tmp")
     refuse(folder_of(tmp_path, 5) / "metadata.json")
     folder_of(tmp_path, 6).write_text("a file where the folder should be")
-    curve = recover(4, f"{TP2} --save {tmp_path} --save-interval 1", iterations=8)
+    curve = recover(4, f"{TP2} --save {tmp_path} --save-interval 1 --log-progress", iterations=8)
     assert sorted(curve.losses) == list(range(1, 9)), curve.done.explain()
     assert_same_curve(curve, vanilla(2, TP2))
     assert not curve.of("failure")
@@ -127,6 +127,7 @@ def test_each_place_where_the_disk_can_refuse_one_rank_of_a_replica(tmp_path: Pa
     assert "there is no earlier checkpoint" in said[1]
     assert "File exists" in said[6]
     assert saved_iterations(curve) == [7, 8]
+    assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 2
     assert not any(folder_of(tmp_path, iteration).is_dir() for iteration in range(1, 7))
     assert_counts(tmp_path, 8)
 
@@ -166,6 +167,18 @@ def test_below_the_minimum_on_a_full_disk_the_job_does_not_say_that_it_saved(tmp
     curve = recover(2, save, iterations=8, inject=kill, code=ExitCode.TOO_FEW_REPLICAS)
     assert "the state after iteration 3 is NOT saved: No space left on device" in curve.done.err
     assert "is saved in" not in curve.done.err
+    assert "The job ends here" in complaints(curve)[3]
+    assert_counts(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_a_job_that_leaves_early_does_not_pretend_to_have_saved(tmp_path: Path) -> None:
+    """As with an exit signal or a time limit, Megatron itself would end it with exit code 0."""
+    refuse(folder_of(tmp_path, 3) / "__0_0.distcp")
+    save = f"--save {tmp_path} --save-interval 2 --exit-interval 3"
+    curve = recover(2, save, iterations=8, code=ExitCode.NOT_SAVED)
+    assert sorted(curve.losses) == [1, 2, 3]
+    assert "the state after iteration 3 is NOT saved: No space left on device" in curve.done.err
     assert "The job ends here" in complaints(curve)[3]
     assert_counts(tmp_path, 2)
 
