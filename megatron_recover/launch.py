@@ -137,6 +137,8 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
         # One rank failed while the others were well: its host, perhaps. If it is the script, the next try says so.
         assert outcome.status is not None
         return ExitCode.GAVE_UP, f"the start failed: {outcome.failed_start} ({outcome.status['reason']})."
+    if outcome.timed_out and outcome.status is not None and not crashed and outcome.status["exit_code"]:
+        return TIMED_OUT, f"stopped after --timeout {timeout_s:g} seconds: {outcome.status['reason']}"
     if outcome.status is not None and not (stopped and crashed):
         return outcome.status["exit_code"], outcome.status["reason"]
     if outcome.timed_out:
