@@ -59,6 +59,7 @@ def _die_with_parent(keeper: int) -> None:
 def _watch(child: int, lease: Lease, watched: set[signal.Signals]) -> int:
     """Waits for the child; returns its wait status."""
     last_look = time.monotonic()
+    spared_until = 0.0
     while True:
         received = signal.sigtimedwait(watched, _LOOK_S)
         if received is not None and received.si_signo in _FORWARDED:
@@ -68,13 +69,13 @@ def _watch(child: int, lease: Lease, watched: set[signal.Signals]) -> int:
         if ended:
             return status
         now = time.monotonic()
-        # A keeper that was itself not running (the whole job was frozen) knows nothing about the time in between.
-        was_away = now - last_look > 4 * _LOOK_S
-        last_look = now
-        if was_away:
-            continue
         state = lease.read()
-        if state.is_over:
+        # A keeper that was itself not running (the whole job was frozen) knows nothing about the time in between. The
+        # rank may wake up after it, and has another period to say that it is there.
+        if now - last_look > 4 * _LOOK_S:
+            spared_until = now + state.timeout_s
+        last_look = now
+        if state.is_over and now >= spared_until:
             _say(
                 f"rank {state.rank} (process {child}) has given no sign of life for {state.age_s:.1f} s (its limit is "
                 f"{state.timeout_s:g} s{_why(child)}): it is killed, the others go on without its replica"

@@ -137,6 +137,8 @@ def verdict(outcome: Outcome, timeout_s: float | None = None) -> tuple[int, str]
         # One rank failed while the others were well: its host, perhaps. If it is the script, the next try says so.
         assert outcome.status is not None
         return ExitCode.GAVE_UP, f"the start failed: {outcome.failed_start} ({outcome.status['reason']})."
+    if outcome.timed_out and outcome.status is not None and not crashed and outcome.status["exit_code"]:
+        return TIMED_OUT, f"stopped after --timeout {timeout_s:g} seconds: {outcome.status['reason']}"
     if outcome.status is not None and not (stopped and crashed):
         return outcome.status["exit_code"], outcome.status["reason"]
     if outcome.timed_out:
@@ -188,6 +190,8 @@ class _Job:
         self._begun = time.monotonic()
         self._checkpoints = restart.Checkpoints.of(job.script, job.script_arguments)
         self._places: list[restart.Place] = []
+        self._environment = environment(self._id, Path(tempfile.gettempdir()), os.environ)
+        """For what is asked of mpirun between two tries."""
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason of the last try."""
@@ -200,9 +204,9 @@ class _Job:
             mpirun_failed = outcome.status is None and outcome.mpirun_code != 0
             if self._is_asked_to_stop(outcome) or not (mpirun_failed or code in restart.RESTARTABLE):
                 return int(code), reason
-            all_hosts = hosts.allocated(self._mpirun, attempt.mpirun_options, os.environ)
+            all_hosts = hosts.allocated(self._mpirun, attempt.mpirun_options, self._environment)
             if len(all_hosts) > 1:
-                left = hosts.answering(self._mpirun, all_hosts, attempt.mpirun_options, os.environ)
+                left = hosts.answering(self._mpirun, all_hosts, attempt.mpirun_options, self._environment)
                 lost = [host.name for host in all_hosts if host not in left]
             if lost:
                 reason = f"{_name_hosts(lost)} not answer{_last_places(outcome.last_places)}."

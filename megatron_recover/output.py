@@ -61,7 +61,7 @@ class NoiseFilter:
 
     def flush(self) -> bytes:
         """Gives back what is held."""
-        held = b"".join(self._block) + self._tail
+        held = (b"".join(self._block) + self._tail).lstrip(b"\0")  # mpirun ends some messages with a zero byte
         self._is_line_start = self._is_line_start and (not held or held.endswith(b"\n"))
         self._block, self._tail = [], b""
         return held

@@ -10,7 +10,7 @@
             # here the buckets hold the sum over all microbatches, on every replica alike
             optimizer.step()
 
-Nothing in here knows Megatron.
+Nothing in here knows Megatron; torch is needed only where a bucket is a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
-import torch
+from numpy.typing import NDArray
 
 from megatron_recover.collectives import membership, runtime
 from megatron_recover.collectives.engine import Attempt, Engine
@@ -95,7 +95,7 @@ class Session:
         """Some rank voted at the last agreement that a gradient is NaN or Inf."""
         self.fingerprint: tuple[Any, ...] = ()
         """What must be the same on all ranks of this coordinate at the next commit."""
-        self.buffers: dict[int, torch.Tensor] = {}
+        self.buffers: dict[int, NDArray[Any]] = {}
         """Result buffers of the last committed iteration, for the next one: not allocated in each."""
         self._voters: dict[str, Callable[[], bool]] = {}
         self._closing = False

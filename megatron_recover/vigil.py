@@ -25,6 +25,8 @@ MARGIN_S = 2.0
 START_GRACE_S = 2.0
 """How long the other ranks have to end by themselves when one is gone at the start, so that an error which all of
 them meet is told as such."""
+_AFTER_AWAY_S = 10.0
+"""How long ranks and keepers have at least to come back, when the launcher finds that all of the host was away."""
 _AWAY_S = 3.0  # without a look: the launcher was itself not running and knows nothing about the time in between
 _STACKS_S = 0.5  # for the ranks to print their stacks
 _MANY = 8  # ranks named in a message
@@ -45,6 +47,7 @@ class Vigil:
         self._start_timeout_s = start_timeout_s
         self._last_look: float | None = None
         self._over_since: dict[int, float] = {}
+        self._came_back_at = float("-inf")
         self._gone_since: float | None = None
         self._moved_at: float | None = None
         self._state_of_start: object = None
@@ -65,6 +68,7 @@ class Vigil:
         """Kills ranks whose lease is over. Returns why the start has failed, when it has."""
         if self._last_look is not None and now - self._last_look > _AWAY_S:
             self._over_since.clear()
+            self._came_back_at = now
             self._gone_since = self._moved_at = None
         self._last_look = now
         self._kill_overdue(processes, now)
@@ -77,7 +81,8 @@ class Vigil:
                 continue
             # A keeper that is stopped also outlives its rank, and MPI would wait for it.
             is_gone = state.keeper_pid != 0 and not _is_working(state.pid)
-            if not state.is_over and not is_gone:
+            is_spared = now - self._came_back_at < max(_AFTER_AWAY_S, state.timeout_s)
+            if is_spared or (not state.is_over and not is_gone):
                 self._over_since.pop(rank, None)
                 continue
             if now - self._over_since.setdefault(rank, now) < MARGIN_S:

@@ -17,6 +17,22 @@ trap 'rm -rf "$work"' EXIT
 bad=0
 printf '%-9s %-52s %10s %6s %6s  %s\n' expected run states depth sec verdict
 
+in_words() {
+    case $1 in
+        'invalid end state') echo "deadlock" ;;
+        *'sum=='*) echo "a microbatch is missing or in twice" ;;
+        *'tag['*) echo "different rounds in one reduction" ;;
+        *'call['*) echo "ranks in different calls" ;;
+        *'session_alive!='*) echo "a no although nobody was lost" ;;
+        *'decision['*) echo "different decisions" ;;
+        *'commits['*) echo "different commits" ;;
+        *'saved'*) echo "gone on without the save" ;;
+        *'working'*) echo "two replicas save at a time" ;;
+        *'wgen<'*) echo "repairs without end" ;;
+        *) echo "$1" ;;
+    esac
+}
+
 # check holds|found NAME [--loops] DEFINES...
 check() {
     local expected=$1 name=$2 safety=-DSAFETY search=() verdict
@@ -34,7 +50,7 @@ check() {
     depth=$(sed -n 's/.*depth reached \([0-9]*\).*/\1/p' log)
     seconds=$(sed -n 's/.*elapsed time \([0-9.]*\).*/\1/p' log)
     if grep -q '^pan:1:' log; then
-        verdict="found: $(sed -n 's/^pan:1: \(.*\) (at depth.*/\1/p' log | cut -c1-60)"
+        verdict="found: $(in_words "$(sed -n 's/^pan:1: \(.*\) (at depth.*/\1/p' log)")"
     elif grep -q 'errors: 0' log && ! grep -Eq 'Search not completed|max search depth too small|out of memory' log; then
         verdict=holds
     else

@@ -10,33 +10,65 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_recover.collectives.engine import Engine, Reduction
 
-_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""Types that MPI cannot add, or that would lose bits on the way: reduced in a wider one."""
+if TYPE_CHECKING:
+    import torch
+
+_NARROW = ("torch.bfloat16", "torch.float16", "float16")
+"""Types that MPI cannot add, or that would lose bits on the way: reduced in float32."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A tensor that is to be summed over replicas.
+    """A tensor or numpy array that is to be summed over replicas.
 
     Args:
         name: for messages.
-        local: this rank's own sum over its microbatches, contiguous, any shape, on CPU or GPU.
+        local: this rank's own sum over its microbatches, contiguous, any shape; a tensor on CPU or GPU, or an array.
     """
 
     name: str
-    local: torch.Tensor
+    local: torch.Tensor | NDArray[Any]
 
     def __post_init__(self) -> None:
-        if not self.local.is_contiguous():
+        local = self.local
+        if not (local.flags.c_contiguous if isinstance(local, np.ndarray) else local.is_contiguous()):
             raise ValueError(f"bucket {self.name} is not contiguous, so it cannot be reduced without a copy")
+
+    def flat(self) -> NDArray[Any]:
+        """All elements as MPI sees them; no copy when they are on the CPU in a type that MPI can add."""
+        local = self.local
+        if isinstance(local, np.ndarray):
+            wide = np.float32 if str(local.dtype) in _NARROW else local.dtype
+            return local.reshape(-1).astype(wide, copy=False)
+        import torch
+
+        dtype = torch.float32 if str(local.dtype) in _NARROW else local.dtype
+        return local.detach().reshape(-1).to(device="cpu", dtype=dtype).numpy()
+
+    def fill(self, values: NDArray[Any]) -> None:
+        """Replaces all elements."""
+        local = self.local
+        if isinstance(local, np.ndarray):
+            local.reshape(-1)[:] = values
+        else:
+            import torch
+
+            with torch.no_grad():
+                local.view(-1).copy_(torch.from_numpy(values))
+
+    def clear(self) -> None:
+        """Sets all elements to zero."""
+        if isinstance(self.local, np.ndarray):
+            self.local[...] = 0
+        else:
+            self.local.zero_()
 
 
 class _Entry:
@@ -44,24 +76,26 @@ class _Entry:
 
     def __init__(self, bucket: Bucket, check_finite: bool) -> None:
         self.bucket = bucket
+        local = bucket.local
+        self.size = local.size if isinstance(local, np.ndarray) else local.numel()
+        self.dtype = np.dtype("float32" if str(local.dtype) in _NARROW else str(local.dtype).removeprefix("torch."))
         self.check_finite = check_finite
         self.is_finite = True
-        self.dtype = _WIDE.get(bucket.local.dtype, bucket.local.dtype)
-        self.result: torch.Tensor | None = None
+        self.result: NDArray[Any] | None = None
         self.is_ready = False
         self.done: Future[bool] | None = None
 
     def send(self) -> NDArray[Any]:
-        """The local gradient as MPI sees it; no copy when it is on the CPU in a type MPI can add."""
-        flat: NDArray[Any] = self.bucket.local.detach().reshape(-1).to(device="cpu", dtype=self.dtype).numpy()
+        """The local gradient; looked through for NaN and Inf on the way."""
+        flat = self.bucket.flat()
         if self.check_finite:
             self.is_finite = is_finite(flat)
         return flat
 
     def receive(self) -> NDArray[Any]:
         if self.result is None:
-            self.result = torch.empty(self.bucket.local.numel(), dtype=self.dtype)
-        return self.result.numpy()
+            self.result = np.empty(self.size, self.dtype)
+        return self.result
 
 
 def is_finite(flat: NDArray[Any]) -> bool:
@@ -89,7 +123,7 @@ class BucketLedger:
         engine: Engine,
         buckets: Sequence[Bucket],
         on_reduce: Callable[[int], None] | None = None,
-        buffers: dict[int, torch.Tensor] | None = None,
+        buffers: dict[int, NDArray[Any]] | None = None,
         *,
         check_finite: bool = False,
     ) -> None:
@@ -98,13 +132,13 @@ class BucketLedger:
         self._entries = [_Entry(bucket, check_finite) for bucket in buckets]
         for index, entry in enumerate(self._entries):
             left = self._buffers.pop(index, None)
-            if left is not None and (left.numel(), left.dtype) == (entry.bucket.local.numel(), entry.dtype):
+            if left is not None and (left.size, left.dtype) == (entry.size, entry.dtype):
                 entry.result = left
         self._on_reduce = on_reduce
         self._epoch = 0
         self._next = 0
         self._is_open = True
-        self._graveyard: list[torch.Tensor] = []
+        self._graveyard: list[NDArray[Any]] = []
         self.early = 0
         """Buckets that were handed over before their round ended, in all rounds together."""
 
@@ -123,7 +157,7 @@ class BucketLedger:
         """Sets all local gradients to zero; from here on nothing is reduced any more (they are lost)."""
         self._is_open = False
         for entry in self._entries:
-            entry.bucket.local.zero_()
+            entry.bucket.clear()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -186,8 +220,7 @@ class BucketLedger:
     def commit(self) -> None:
         """Replaces the local gradients by the sums. Only after the world has agreed."""
         self._graveyard.clear()
-        with torch.no_grad():
-            for index, entry in enumerate(self._entries):
-                assert entry.result is not None
-                entry.bucket.local.view(-1).copy_(entry.result)
-                self._buffers[index] = entry.result
+        for index, entry in enumerate(self._entries):
+            assert entry.result is not None
+            entry.bucket.fill(entry.result)
+            self._buffers[index] = entry.result

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_recover.collectives import runtime
@@ -43,6 +41,8 @@ class Trainer:
         self.mine = slice(place * width, (place + 1) * width)
         self.session.at("model")
         if size > 1:
+            import torch.distributed as dist
+
             dist.init_process_group("gloo")
         self.weights = initial_weights(job["width"])[self.mine].copy()
         self.velocity = np.zeros_like(self.weights)
@@ -70,7 +70,7 @@ class Trainer:
         self.gradient[:] = 0
         half = self.gradient.size // 2
         parts = {"counts": self.counts, "upper": self.gradient[half:], "lower": self.gradient[:half]}
-        iteration = session.iteration(step, total, [Bucket(n, torch.from_numpy(a)) for n, a in parts.items()])
+        iteration = session.iteration(step, total, [Bucket(name, array) for name, array in parts.items()])
         index = 0
         for current in iteration.rounds():
             for turn, microbatch in enumerate(current.ids):
@@ -108,13 +108,18 @@ class Trainer:
         return [float(value) for value in iteration.results]
 
     def _predict(self, inputs: NDArray[np.float64]) -> float:
-        part = torch.tensor([float(inputs[self.mine] @ self.weights)], dtype=torch.float64)
+        part = np.array([float(inputs[self.mine] @ self.weights)])
         if self.session.layout.replica_size > 1:
-            dist.all_reduce(part)
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.from_numpy(part))
         return float(part[0]) / float(np.sqrt(self.job["width"]))
 
     def _meet(self) -> None:
         if self.session.layout.replica_size > 1:
+            import torch.distributed as dist
+
             dist.barrier()
 
     def _check(self, iteration: Iteration) -> None:
@@ -193,5 +198,4 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     Trainer(json.loads(sys.argv[1])).run()

@@ -15,7 +15,7 @@ from trials.case import HARMLESS, Case, sizes
 READY_KINDS, READY_PHASES = tuple(KINDS), tuple(PHASES)
 """What is drawn when nothing is asked for."""
 
-CORE_LAYOUTS = {"4x1": 2, "6x1": 3, "8x1": 4, "6x2": 2, "8x2": 2, "10x2": 1, "9x3": 2, "12x3": 1, "8x4": 1, "12x4": 1}
+CORE_LAYOUTS = {"4x1": 1, "8x1": 4, "12x1": 5, "16x1": 3, "6x2": 2, "8x2": 2, "10x2": 1, "9x3": 2, "12x3": 1, "8x4": 1}
 MEGATRON_LAYOUTS = {"dp4": 3, "tp2dp3": 2, "pp2dp3": 2, "tp2pp2dp2": 1}
 """Layout -> how often it is drawn."""
 
@@ -29,6 +29,7 @@ _ONLY = {"nan": ("data", "forward", "backward"), "corrupt": ("after-commit", "op
 """Kinds that can be told from a right computation only when they happen at these moments."""
 _FOLLOWING = ("repair", "takeover")
 """Phases that only another failure leads to."""
+_AT_LAUNCH = 0.06
 _SAME_MOMENT = 0.3
 _SAME_REPLICA = 0.15
 
@@ -93,7 +94,7 @@ def draw(menu: Menu, seed: int, number: int) -> Case:
 
 def _with_faults(case: Case, menu: Menu, rng: random.Random) -> Case:
     spare = case.num_replicas - 1  # one replica is always left
-    count = max(rng.randint(1, spare), rng.randint(1, spare))
+    count = max(rng.randint(1, spare) for _ in range(3))
     if case.trainer == "megatron":
         count = min(count, 4)
     places = sorted(_places(case, menu, rng, count), key=_order)
@@ -135,11 +136,12 @@ class _Place:
 def _places(case: Case, menu: Menu, rng: random.Random, count: int) -> list[_Place]:
     places: list[_Place] = []
     phases = [phase for phase in menu.phases if kinds_at(menu, phase)]
-    ordinary = [phase for phase in phases if phase not in (*_FOLLOWING, "launch")] or ["forward"]
+    if "launch" in phases and (phases == ["launch"] or rng.random() < _AT_LAUNCH):
+        return [_Place(rng.choice(kinds_at(menu, "launch")), 0, "launch")]  # takes the start with it
+    phases = [phase for phase in phases if phase != "launch"]
+    ordinary = [phase for phase in phases if phase not in _FOLLOWING] or ["forward"]
     while len(places) < count:
         phase = rng.choice(phases)
-        if phase == "launch":  # takes the start with it: nothing else happens in that job
-            return [_Place(rng.choice(kinds_at(menu, phase)), 0, phase)]
         if phase in _FOLLOWING and (count - len(places) < 2 or any(one.phase in _FOLLOWING for one in places)):
             phase = rng.choice(ordinary)
         if phase in _FOLLOWING:

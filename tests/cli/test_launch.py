@@ -313,7 +313,8 @@ def status(code: int) -> dict[str, object]:
         (Outcome(-9, None, 2, None, False), 73, "mpirun was ended by SIGKILL"),
         (Outcome(213, None, 2, None, False, is_managed=True), 73, "mpirun ended the job by itself"),
         (Outcome(143, None, 2, None, False, failed_start="rank 1 ended"), 73, "the start failed: rank 1 ended"),
-        (Outcome(143, status(1), 2, None, False, failed_start="rank 1 ended"), 1, "written"),
+        (Outcome(143, status(1), 2, None, False, failed_start="rank 1 ended"), 73, "rank 1 ended (written)"),
+        (Outcome(143, status(2), 2, None, False, failed_start="rank 1 ended"), 2, "written"),
         (
             Outcome(0, None, 2, None, False, [Snapshot(1, 10, 5, "reduce", 1, 1.0, 1.0)]),
             71,

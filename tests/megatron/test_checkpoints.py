@@ -225,9 +225,9 @@ def test_a_save_that_is_cut_off_is_saved_again_by_the_next_leader(step: str, ran
 def test_the_checkpoint_before_counts_until_the_next_one_is_whole(tmp_path: Path) -> None:
     """All replicas die in the middle of the same save, one after another: what is left is the save before."""
     kills = [f"kill:rank={rank},iteration=4,phase=save,step={STEPS['writing']}" for rank in range(3)]
-    curve = recover(
-        3, f"--save {tmp_path} --save-interval 2", iterations=6, inject=kills, code=ExitCode.NO_REPLICA_LEFT
-    )
+    save = f"--save {tmp_path} --save-interval 2"
+    once = ("--max-restarts", "0")
+    curve = recover(3, save, iterations=6, inject=kills, code=ExitCode.NO_REPLICA_LEFT, options=once)
     assert sorted(curve.losses) == [1, 2, 3, 4]
     assert folder_of(tmp_path, 4).is_dir()
     assert_counts(tmp_path, 2)

@@ -97,16 +97,20 @@ def recover(
     script: str = SCRIPT,
     code: int = 0,
     env: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
 ) -> Curve:
-    """A run with --recover under the launcher; replicas are compared bit by bit in every iteration."""
+    """A run with --recover under the launcher (with these ``options``).
+
+    Replicas are compared bit by bit in every iteration.
+    """
     with tempfile.TemporaryDirectory(prefix="recover-events-") as folder:
         events = Path(folder) / "events.jsonl"
         words = [*MODEL.split(), *data_flags(), "--train-iters", str(iterations), "--recover"]
         words += ["--recover-events", str(events), "--recover-check-replicas-interval", "1", *flags.split()]
         for spec in inject:
             words += ["--recover-inject", spec]
-        launcher = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(num_ranks), "--", script]
-        done = run([*launcher, *words], timeout=TIMEOUT, env=env)
+        launcher = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(num_ranks), *options]
+        done = run([*launcher, "--", script, *words], timeout=TIMEOUT, env=env)
         assert done.code == code, done.explain()
         curve = read_curve(done)
         if events.exists():

@@ -83,6 +83,7 @@ def freeze() -> None:
 
 
 def wait() -> None:
+    own_lease().enter(Stage.TRAINING, 2.0)
     print(f"ready {os.getpid()}", flush=True)
     while True:
         own_lease().renew()
