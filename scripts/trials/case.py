@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_recover.errors import UserError
-from megatron_recover.faults import PHASES, Fault, parse_faults
+from megatron_recover.faults import PHASES, REPAIR_STEPS, SAVE_STEPS, Fault, parse_faults
 from megatron_recover.workload import POLICIES
 
 TRAINERS = ("core", "megatron")
@@ -30,6 +30,9 @@ MEGATRON_LAYOUTS = {
 
 HARMLESS = ("pause",)
 """Kinds that lose no replica."""
+
+STEPS = {"repair": REPAIR_STEPS, "save": SAVE_STEPS}
+"""Phases that have steps -> their names."""
 
 SURVIVED, RESTARTED, HUNG, WRONG = "survived", "restarted", "hung", "wrong"
 VERDICTS = (SURVIVED, RESTARTED, HUNG, WRONG)
@@ -82,10 +85,10 @@ class Case:
     @property
     def deadline_s(self) -> float:
         """When it counts as hung: many times what it takes on a machine with a core for four ranks."""
-        start = 60.0 + (3.0 if self.trainer == "core" else 15.0) * self.num_ranks
-        # A minute until it is found, and a second start.
+        start = 120.0 + (5.0 if self.trainer == "core" else 20.0) * self.num_ranks
+        # A minute or two until it is found, and a second start.
         slow = any(f.phase == "launch" or (f.kind, f.phase) in _FOUND_LATE for f in self.faults)
-        return start + 12.0 * len(self.faults) + (start + 90.0 if slow else 0.0)
+        return start + 12.0 * len(self.faults) + (start + 150.0 if slow else 0.0)
 
 
 _FOUND_LATE = (("hang", "reduce"), ("hang", "repair"))
@@ -192,15 +195,10 @@ def _is_sure(case: Case, fault: Fault) -> bool:
 
 
 def moment(fault: Fault) -> str:
-    """Column of a fault in the table; steps of a repair are moments of their own."""
-    return f"repair {fault.index}" if fault.phase == "repair" else fault.phase
+    """Row of a fault in the table; steps of a repair and of a save are moments of their own."""
+    return f"{fault.phase}: {STEPS[fault.phase][fault.index]}" if fault.phase in STEPS else fault.phase
 
 
-def moments(phases: Sequence[str]) -> list[str]:
-    """Columns of the table, in the order of a run."""
-    return [
-        name
-        for phase in PHASES
-        if phase in phases
-        for name in ([f"repair {n}" for n in range(4)] if phase == "repair" else [phase])
-    ]
+def moments() -> list[str]:
+    """Rows of the table, in the order of a run."""
+    return [one for phase in PHASES for one in ([f"{phase}: {n}" for n in STEPS[phase]] if phase in STEPS else [phase])]

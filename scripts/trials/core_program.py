@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_recover.collectives import runtime
-from megatron_recover.faults import TRY_VARIABLE, FaultInjector, faults_of_this_try
+from megatron_recover.faults import SAVE_STEPS, TRY_VARIABLE, FaultInjector, faults_of_this_try
 from megatron_recover.megatron import replica_world
 from megatron_recover.recovery import Bucket
 from megatron_recover.session import Iteration, Session
@@ -59,6 +59,8 @@ class Trainer:
             if step % self.job["eval_every"] == 0:
                 self.evaluations[step] = self._evaluate(step)
             if step % self.job["save_every"] == 0:
+                if not self.session.is_leader:
+                    self.session.at("save")
                 self.session.by_leader(lambda step=step: self._save(step))  # type: ignore[misc]
         self.session.agree()  # what was lost up to here is known to all now
         self._report()
@@ -139,16 +141,22 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """By the ranks of the leader: a shard each, and at last the name of the checkpoint."""
+        self._at_save("begin")
         folder = self.folder / f"checkpoint-{step}"
         folder.mkdir(exist_ok=True)
         shard = folder / f"shard-{self.session.coordinate}.npy"
         draft = shard.with_suffix(f".{os.getpid()}.npy")
         np.save(draft, np.stack([self.weights, self.velocity]))
-        self.session.at("save")
+        self._at_save("writing")
         draft.replace(shard)
         self._meet()
+        self._at_save("written")
         if self.session.coordinate == 0:
             _write(self.folder / "latest", str(step))
+        self._at_save("named")
+
+    def _at_save(self, step: str) -> None:
+        self.session.at("save", SAVE_STEPS.index(step))
 
     def _load(self) -> int:
         latest = self.folder / "latest"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_recover.errors import UserError
-from megatron_recover.faults import KINDS, PHASES, REPAIR_STEPS, Fault
+from megatron_recover.faults import KINDS, PHASES, REPAIR_STEPS, SAVE_STEPS, Fault
 from megatron_recover.workload import POLICIES
 from trials.case import HARMLESS, Case, sizes
 
@@ -173,7 +173,8 @@ def _moment(case: Case, phase: str, rng: random.Random) -> tuple[int, str, int]:
         return (0 if phase in _START else case.iterations + 1), phase, 0
     if phase in ("eval", "save"):
         every = case.eval_every if phase == "eval" else case.save_every
-        return every * rng.randint(1, case.iterations // every), phase, 0
+        step = rng.randrange(len(SAVE_STEPS)) if phase == "save" else 0
+        return every * rng.randint(1, case.iterations // every), phase, step
     iteration = rng.randint(1, case.iterations)
     if phase in ("data", "forward", "backward"):
         # Now and then one that this rank only has when it has taken over others.
@@ -193,7 +194,7 @@ def _is_found(case: Case, place: _Place, places: Sequence[_Place], alive: Sequen
 
 
 def _victim(place: _Place, alive: Sequence[int], rng: random.Random) -> int:
-    if place.of_leader or place.phase in ("save", "takeover"):
+    if place.of_leader or place.phase == "takeover" or (place.phase == "save" and place.index > 0):
         return alive[0]  # only the leader comes there
     return rng.choice(list(alive))
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from megatron_recover.faults import KINDS, PHASES
+from megatron_recover.faults import KINDS
 from trials.case import HUNG, RESTARTED, SURVIVED, VERDICTS, WRONG, Result, moment, moments
 
 Cells = dict[tuple[str, str], Counter[str]]
@@ -35,7 +35,7 @@ def build_table(results: Sequence[Result]) -> Table:
     table.add_column("moment", no_wrap=True)
     for kind in (*kinds, "all"):
         table.add_column(kind, justify="right")
-    rows = [name for name in moments(list(PHASES)) if any(key[1] == name for key in cells)]
+    rows = [name for name in moments() if any(key[1] == name for key in cells)]
     for name in rows:
         here = [cells.get((kind, name), Counter()) for kind in kinds]
         table.add_row(name, *map(_cell, here), _cell(_sum(here)))
