@@ -24,7 +24,7 @@ _STAGE, _TIMEOUT, _BEAT, _CODE, _SIZE = 24, 32, 40, 48, 56
 _DOUBLE, _LONG = struct.Struct("<d"), struct.Struct("<q")
 _NO_CODE = -1
 
-SETUP_TIMEOUT_S = 300.0
+SETUP_LEASE_S = 300.0
 """Lease of a rank that builds its model and data sets: imports hold Python's lock for seconds, training does not."""
 
 
@@ -34,7 +34,7 @@ class Stage(enum.IntEnum):
     STARTING = 0
     """MPI is not up: a rank that is lost now takes the start with it. No lease yet."""
     SETTING_UP = 1
-    """The engine runs. Lease: ``SETUP_TIMEOUT_S``."""
+    """The engine runs. Lease: ``SETUP_LEASE_S``."""
     TRAINING = 2
     """Lease: ``--recover-heartbeat-timeout``."""
     ENDING = 3

@@ -35,7 +35,7 @@ from megatron_recover.lease import own_lease
 from megatron_recover.leaving import give_up, leave_as_failed, leave_as_orphan, leave_in_order, withdraw_status
 from megatron_recover.observer import Observer, Silent
 from megatron_recover.recovery import Bucket
-from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S
+from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S, SETUP_TIMEOUT_S
 from megatron_recover.watchdog import Watchdog
 from megatron_recover.workload import Policy, get_policy
 
@@ -59,6 +59,7 @@ class Session:
         min_replicas: with fewer living replicas ``TooFewReplicas`` is raised on all ranks together.
         heartbeat_timeout_s: a rank that gives no sign of life for so long during training is killed.
         progress_timeout_s: a rank whose training thread changes no phase for so long leaves; 0: never.
+        setup_timeout_s: the same from here to the first iteration.
         repair_timeout_s: a repair that takes so long ends the job (the launcher starts it again).
         check_finite: look for NaN and Inf in every bucket before it is reduced.
         injector: failure injection.
@@ -76,6 +77,7 @@ class Session:
         min_replicas: int = 1,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        setup_timeout_s: float = SETUP_TIMEOUT_S,
         repair_timeout_s: float = REPAIR_TIMEOUT_S,
         check_finite: bool = True,
         injector: FaultInjector | None = None,
@@ -107,6 +109,7 @@ class Session:
             own_lease(os.environ.get("MEGATRON_RECOVER_JOB_DIR"), self.rank),
             heartbeat_timeout_s=heartbeat_timeout_s,
             progress_timeout_s=progress_timeout_s,
+            setup_timeout_s=setup_timeout_s,
             moving_timeout_s=max(repair_timeout_s, 60.0),
             fail=leave_as_failed,
             is_fenced=len({place.host for place in self.layout.places}) > 1,

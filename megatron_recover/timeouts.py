@@ -4,4 +4,5 @@ from __future__ import annotations
 
 HEARTBEAT_TIMEOUT_S = 5.0
 PROGRESS_TIMEOUT_S = 600.0
+SETUP_TIMEOUT_S = 7200.0
 REPAIR_TIMEOUT_S = 60.0

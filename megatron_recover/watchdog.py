@@ -5,7 +5,7 @@ Three things can keep a rank from ever coming to the next agreement while its pr
 - the process does nothing at all (stopped, Python's lock held): this thread does not run either, the lease runs out
   and the keeper ends the process (``lease``, ``keeper``);
 - the training thread hangs, in a collective of its own replica or in an endless loop: no phase change for the progress
-  timeout, waiting for other replicas not counted, and this thread ends the process;
+  timeout (before training: the setup timeout), waiting for other replicas not counted; this thread ends the process;
 - the engine thread hangs while it moves data although all peers are there: likewise, after the repair timeout.
 """
 
@@ -20,7 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_recover.lease import SETUP_TIMEOUT_S, Lease, Stage
+from megatron_recover.lease import SETUP_LEASE_S, Lease, Stage
+from megatron_recover.timeouts import SETUP_TIMEOUT_S
 
 ENDING_TIMEOUT_S = 60.0
 """Lease of a rank that is about to end: exit handlers may upload for a while."""
@@ -35,6 +36,7 @@ class Watchdog:
         lease: renewed here.
         heartbeat_timeout_s: lease during training.
         progress_timeout_s: how long the training thread may go without a phase change; 0: for ever.
+        setup_timeout_s: the same before training, while models and data sets are built.
         moving_timeout_s: how long the engine may take to move one bucket when all peers are there.
         fail: ends the process as a failure that the others repair; called on this thread with the reason.
         is_fenced: others may take this rank for dead without killing it (they are on other hosts, which see only that
@@ -47,6 +49,7 @@ class Watchdog:
         *,
         heartbeat_timeout_s: float,
         progress_timeout_s: float,
+        setup_timeout_s: float = SETUP_TIMEOUT_S,
         moving_timeout_s: float,
         fail: Callable[[str], None],
         is_fenced: bool = False,
@@ -54,16 +57,17 @@ class Watchdog:
         self._lease = lease
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._progress_timeout_s = progress_timeout_s
+        self._setup_timeout_s = setup_timeout_s
         self._moving_timeout_s = moving_timeout_s
         self._fail = fail
         self._is_fenced = is_fenced
-        self._is_training = self._is_waiting = False
+        self._is_training = self._is_waiting = self._is_finished = False
         self._progress_at = self._beat_at = time.monotonic()
         self._moving_since: float | None = None
         self.longest_silence_s = 0.0
         """Longest time between two renewals of the lease during training: how near it came to the timeout."""
         self._end = threading.Event()
-        lease.enter(Stage.SETTING_UP, SETUP_TIMEOUT_S)
+        lease.enter(Stage.SETTING_UP, SETUP_LEASE_S)
         self._thread = threading.Thread(target=self._main, name="recover-watchdog", daemon=True)
         self._thread.start()
 
@@ -76,7 +80,7 @@ class Watchdog:
 
     def finish(self) -> None:
         """All living ranks have agreed that training is over."""
-        self._is_training = False
+        self._is_training, self._is_finished = False, True
         self._lease.enter(Stage.ENDING, ENDING_TIMEOUT_S)
 
     def stop(self) -> None:
@@ -131,11 +135,13 @@ class Watchdog:
 
     def _look(self, now: float) -> None:
         stuck = now - self._progress_at
-        limit = self._progress_timeout_s
+        flag, limit = "--recover-progress-timeout", self._progress_timeout_s
+        if not self._is_training:
+            flag, limit = "--recover-setup-timeout", self._setup_timeout_s
         moving_since = self._moving_since
-        if self._is_training and not self._is_waiting and 0 < limit < stuck:
+        if not self._is_finished and not self._is_waiting and 0 < limit < stuck:
             self._give_in(
-                f"its training thread has made no progress for {stuck:.0f} s (--recover-progress-timeout {limit:g}); "
+                f"its training thread has made no progress for {stuck:.0f} s ({flag} {limit:g}); "
                 "the stacks above show where it is"
             )
         elif moving_since is not None and now - moving_since > self._moving_timeout_s:

@@ -114,6 +114,7 @@ class Engine:
         self._wakeup = threading.Condition()
         self._queue: collections.deque[Callable[[], None] | None] = collections.deque()
         self._noticed_at = 0.0
+        self._failure: tuple[int, Exception] | None = None
         self._abandoned: list[Any] = []
         self._is_closing = False
         self._thread = threading.Thread(target=self._main, name="recover-engine", daemon=True)
@@ -215,6 +216,10 @@ class Engine:
         from mpi4py import MPI
 
         outcome = gone
+        if self._failure is not None and self._failure[0] == epoch:
+            # Peers may be waiting in the operation that failed here: none that follows it can be carried out.
+            done.set_exception(self._failure[1])
+            return
         if epoch == self.epoch:
             try:
                 self._raise_if_broken()
@@ -224,6 +229,7 @@ class Engine:
             except Orphaned:
                 raise
             except Exception as error:  # the training thread's affair (an injected fault, a bad bucket)
+                self._failure = (epoch, error)
                 done.set_exception(error)
                 return
         done.set_result(outcome)
@@ -287,6 +293,8 @@ class Engine:
         while True:
             try:
                 self._raise_if_broken()
+                if self._failure is not None and self._failure[0] == self.epoch:
+                    raise _EpochGone  # the training thread lives with it: its peers must not wait in what failed
             except _EpochGone:
                 self._join_repair()
                 continue

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_recover import devices
 from megatron_recover.errors import UserError
 from megatron_recover.megatron import cpu_flags, support
-from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S
+from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S, SETUP_TIMEOUT_S
 from megatron_recover.workload import POLICIES
 
 
@@ -34,8 +34,9 @@ class RecoverConfig:
     check_replicas_interval: int = 100
     """In iterations; 0 turns the check off."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S
-    """In seconds, as the next two."""
+    """In seconds, as the next three."""
     progress_timeout: float = PROGRESS_TIMEOUT_S
+    setup_timeout: float = SETUP_TIMEOUT_S
     repair_timeout: float = REPAIR_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -45,9 +46,10 @@ class RecoverConfig:
             ("--recover-check-replicas-interval", self.check_replicas_interval, 0),
             ("--recover-heartbeat-timeout", self.heartbeat_timeout, 1),
             ("--recover-progress-timeout", self.progress_timeout, 0),
+            ("--recover-setup-timeout", self.setup_timeout, 0),
             ("--recover-repair-timeout", self.repair_timeout, 5),
         ):
-            if value < least:
+            if not value >= least:  # NaN is not either
                 raise UserError(f"{flag} {value:g} is too small: give {least} or more")
 
 
@@ -151,6 +153,14 @@ def add_recover_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         "count. Must be longer than the longest checkpoint or compilation; 0: never. Default: %(default)s.",
     )
     group.add_argument(
+        "--recover-setup-timeout",
+        type=float,
+        metavar="S",
+        default=_DEFAULT.setup_timeout,
+        help="The same before the first iteration, while the model and the data sets are built (the first run on a "
+        "large corpus builds its index for hours); 0: never. Default: %(default)s.",
+    )
+    group.add_argument(
         "--recover-repair-timeout",
         type=float,
         metavar="S",
@@ -182,6 +192,7 @@ def config_from_args(args: argparse.Namespace) -> RecoverConfig:
         check_replicas_interval=value("check_replicas_interval"),
         heartbeat_timeout=value("heartbeat_timeout"),
         progress_timeout=value("progress_timeout"),
+        setup_timeout=value("setup_timeout"),
         repair_timeout=value("repair_timeout"),
     )
 

@@ -58,6 +58,7 @@ def install(argv: Sequence[str] | None = None) -> Adapter:
         min_replicas=config.min_replicas,
         heartbeat_timeout_s=config.heartbeat_timeout,
         progress_timeout_s=config.progress_timeout,
+        setup_timeout_s=config.setup_timeout,
         repair_timeout_s=config.repair_timeout,
         injector=FaultInjector(faults, comms.rank, recorder.blackbox),
         observer=recorder,

@@ -1,7 +1,7 @@
 """The program of the core trainer: a small linear model on ``megatron_recover.session``, without Megatron.
 
 Each rank of a replica holds a shard of the weights; the ranks of a replica need each other in every microbatch
-(an all-reduce of torch.distributed), as under tensor parallelism. Each microbatch also counts itself, so after a
+(a sum over the ranks of the replica), as under tensor parallelism. Each microbatch also counts itself, so after a
 commit it is known which microbatches went into the sum, and how often. argv[1] is JSON, made by ``core_trainer``.
 """
 
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from megatron_recover.collectives import runtime
 from megatron_recover.faults import SAVE_STEPS, TRY_VARIABLE, FaultInjector, faults_of_this_try
-from megatron_recover.megatron import replica_world
 from megatron_recover.recovery import Bucket
 from megatron_recover.session import Iteration, Session
 from megatron_recover.telemetry.recorder import Recorder
 from trials.core_model import LEARNING_RATE, MOMENTUM, initial_weights, sample
+from trials.inner_group import InnerGroup
 
 
 class Trainer:
@@ -40,10 +40,8 @@ class Trainer:
         width = job["width"] // size
         self.mine = slice(place * width, (place + 1) * width)
         self.session.at("model")
-        if size > 1:
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo")
+        path = self.folder / f"replica-{self.session.replica}-{os.environ.get(TRY_VARIABLE, '1')}"
+        self.inner = InnerGroup(path, size, place)
         self.weights = initial_weights(job["width"])[self.mine].copy()
         self.velocity = np.zeros_like(self.weights)
         self.session.at("datasets")
@@ -110,19 +108,11 @@ class Trainer:
         return [float(value) for value in iteration.results]
 
     def _predict(self, inputs: NDArray[np.float64]) -> float:
-        part = np.array([float(inputs[self.mine] @ self.weights)])
-        if self.session.layout.replica_size > 1:
-            import torch
-            import torch.distributed as dist
-
-            dist.all_reduce(torch.from_numpy(part))
-        return float(part[0]) / float(np.sqrt(self.job["width"]))
+        part = float(inputs[self.mine] @ self.weights)
+        return self.inner.sum(part) / float(np.sqrt(self.job["width"]))
 
     def _meet(self) -> None:
-        if self.session.layout.replica_size > 1:
-            import torch.distributed as dist
-
-            dist.barrier()
+        self.inner.sum(0.0)
 
     def _check(self, iteration: Iteration) -> None:
         """Each microbatch once: by its own count in the reduced sum, its record, and the sum of the session."""
@@ -188,8 +178,6 @@ def _start(job: dict[str, Any]) -> Session:
     FaultInjector(faults, int(os.environ["OMPI_COMM_WORLD_RANK"])).at("launch", 0)
     runtime.check_environment()
     comms = runtime.start(job["replica_size"])
-    if comms.layout.replica_size > 1:
-        replica_world.prepare(comms)
     events, job_dir = job["folder"] + "/events.jsonl", os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     recorder = Recorder(comms.layout, comms.rank, events, job_dir)
     injector = FaultInjector(faults, comms.rank, recorder.blackbox)

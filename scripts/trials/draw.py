@@ -15,7 +15,7 @@ from trials.case import HARMLESS, Case, sizes
 READY_KINDS, READY_PHASES = tuple(KINDS), tuple(PHASES)
 """What is drawn when nothing is asked for."""
 
-CORE_LAYOUTS = {"4x1": 1, "8x1": 4, "12x1": 5, "16x1": 3, "6x2": 2, "8x2": 2, "10x2": 1, "9x3": 2, "12x3": 1, "8x4": 1}
+CORE_LAYOUTS = {"4x1": 1, "8x1": 4, "12x1": 5, "16x1": 3, "8x2": 2, "12x2": 2, "9x3": 2, "12x3": 1, "8x4": 1}
 MEGATRON_LAYOUTS = {"dp4": 3, "tp2dp3": 2, "pp2dp3": 2, "tp2pp2dp2": 1}
 """Layout -> how often it is drawn."""
 

@@ -110,3 +110,13 @@ def test_a_script_error_of_one_replica_does_not_speak_for_a_job_that_is_lost_lat
     faults += [f"kill:rank={rank},iteration=4,phase=commit" for rank in (1, 2)]
     done = launch(3, inject=faults, options={}, max_restarts=0)
     assert done.code == ExitCode.NO_REPLICA_LEFT, done.explain()
+
+
+def test_an_error_on_the_engine_thread_while_others_are_in_the_same_reduction() -> None:
+    """Its rank must leave at once: what follows in its queue can not be carried out while the others wait in there."""
+    faults = ["exception:rank=0,iteration=1,phase=reduce,bucket=0", "oom:rank=3,iteration=3,phase=reduce,bucket=1"]
+    done = launch(4, inject=faults, max_restarts=0, overlap=True)
+    assert done.code == 0, done.explain()
+    assert done.results[0]["alive"] == [1, 2]
+    assert "has not ended for" not in done.err, done.explain()
+    assert_on_the_failure_free_curve(done.results)

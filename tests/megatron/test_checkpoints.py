@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from training_runs import Curve, assert_same_curve, assert_survived, recover, vanilla
 
 from megatron_recover.errors import ExitCode
+from megatron_recover.faults import SAVE_STEPS
 from megatron_recover.megatron import tracker
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -195,17 +196,14 @@ def test_a_checkpoint_that_counts_is_not_written_over(tmp_path: Path) -> None:
     assert_counts(tmp_path, 2)
 
 
-STEPS = {"written": 0, "begin": 1, "named": 2, "writing": 3}
+STEPS = {step: number for number, step in enumerate(SAVE_STEPS)}
 
 
 @pytest.mark.parametrize(
     ("step", "rank"),
-    [
-        ("writing", 1),
-        *(pytest.param(step, 0, marks=pytest.mark.slow) for step in ("begin", "writing", "written", "named")),
-        *(pytest.param(step, 1, marks=pytest.mark.slow) for step in ("begin", "written")),
-    ],
+    [(step, rank) for step in STEPS for rank in (0, 1) if (step, rank) != ("named", 1)],  # the first rank names it
 )
+@pytest.mark.slow
 def test_a_save_that_is_cut_off_is_saved_again_by_the_next_leader(step: str, rank: int, tmp_path: Path) -> None:
     """Each rank of the leader replica is killed at each step of its save, with the other one in the middle of it."""
     save = f"{TP2} --save {tmp_path} --save-interval 2"
@@ -243,15 +241,16 @@ def test_another_replica_is_lost_while_the_leader_saves(tmp_path: Path) -> None:
 
 def test_a_save_in_the_background_that_is_lost_with_its_leader_is_made_up_for(tmp_path: Path) -> None:
     """The leader dies when its shards are written and not named: the next one saves the state it has by then."""
-    kill = [f"kill:rank=0,iteration=2,phase=save,step={STEPS['written']}"]
-    curve = recover(2, f"--save {tmp_path} --save-interval 2 --exit-interval 5 {ASYNC}", iterations=8, inject=kill)
-    assert sorted(curve.losses) == [1, 2, 3, 4, 5], curve.done.explain()
+    kill = [f"kill:rank=0,iteration=6,phase=save,step={STEPS['written']}"]
+    curve = recover(2, f"--save {tmp_path} --save-interval 6 --exit-interval 11 {ASYNC}", iterations=12, inject=kill)
+    assert sorted(curve.losses) == list(range(1, 12)), curve.done.explain()
     assert_same_curve(curve, vanilla(1))
     saved = saved_iterations(curve)
-    # Noticed in iteration 3 (or by the commit of a later one, if the shards took that long): saved after it.
-    assert saved and saved[0] in (3, 4), curve.done.explain()
-    assert saved[-1] == 5
-    assert names_in(tmp_path)[-2:] == names_of(5)
+    # It dies at the beginning of iteration 7 (or of a later one, if the shards took that long): saved after that.
+    # No other save is due before the end.
+    assert saved[0] in (7, 8, 9, 10), curve.done.explain()
+    assert saved[1:] == [11]
+    assert_counts(tmp_path, 11)
     (tmp_path / tracker.NAME).write_text(str(saved[0]))
     assert_goes_on(tmp_path, saved[0])
 
@@ -259,12 +258,13 @@ def test_a_save_in_the_background_that_is_lost_with_its_leader_is_made_up_for(tm
 @pytest.mark.parametrize("step", ["begin", "writing", "named"])
 @pytest.mark.slow
 def test_the_leader_dies_at_other_steps_of_a_save_in_the_background(step: str, tmp_path: Path) -> None:
-    kill = [f"kill:rank=0,iteration=2,phase=save,step={STEPS[step]}"]
-    curve = recover(4, f"{TP2} --save {tmp_path} --save-interval 2 {ASYNC}", iterations=5, inject=kill)
-    assert_survived(curve, vanilla(2, TP2), iterations=5, lost=[0])
-    assert saved_iterations(curve)[-1] == 5
-    assert set(saved_iterations(curve)) & {2, 3, 4}
-    assert_counts(tmp_path, 5)
+    kill = [f"kill:rank=0,iteration=4,phase=save,step={STEPS[step]}"]
+    curve = recover(4, f"{TP2} --save {tmp_path} --save-interval 4 {ASYNC}", iterations=7, inject=kill)
+    assert_survived(curve, vanilla(2, TP2), iterations=7, lost=[0])
+    saved = saved_iterations(curve)
+    assert saved[-1] == 7
+    assert set(saved) & {4, 5, 6}, curve.done.explain()
+    assert_counts(tmp_path, 7)
 
 
 @pytest.mark.slow

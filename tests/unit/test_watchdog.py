@@ -15,7 +15,7 @@ from megatron_recover.watchdog import Watchdog
 class Watched:
     """A watchdog with short times, and what it said."""
 
-    def __init__(self, folder: Path, progress_timeout_s: float = 0.4) -> None:
+    def __init__(self, folder: Path, progress_timeout_s: float = 0.4, setup_timeout_s: float = 60.0) -> None:
         self.failed = threading.Event()
         self.reason = ""
         self.lease = Lease(folder, 0)
@@ -23,6 +23,7 @@ class Watched:
             self.lease,
             heartbeat_timeout_s=1.0,
             progress_timeout_s=progress_timeout_s,
+            setup_timeout_s=setup_timeout_s,
             moving_timeout_s=0.4,
             fail=self._fail,
         )
@@ -81,3 +82,9 @@ def test_the_lease_is_renewed_and_follows_the_stage(tmp_path: Path) -> None:
             time.sleep(0.02)
         watched.dog.finish()
         assert watched.lease.read().stage is Stage.ENDING
+
+
+def test_a_setup_that_does_not_end(tmp_path: Path) -> None:
+    with Watched(tmp_path, setup_timeout_s=0.4) as watched:
+        assert watched.failed.wait(10)
+    assert "--recover-setup-timeout 0.4" in watched.reason
