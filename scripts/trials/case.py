@@ -91,7 +91,7 @@ class Case:
         return start + 12.0 * len(self.faults) + (start + 150.0 if slow else 0.0)
 
 
-_FOUND_LATE = (("hang", "reduce"), ("hang", "repair"))
+_FOUND_LATE = [("hang", phase) for phase in ("reduce", "repair", "init", "model", "datasets")]
 _FIELDS = tuple(f.name for f in dataclasses.fields(Case) if f.name not in ("trainer", "faults"))
 
 

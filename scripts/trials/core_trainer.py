@@ -16,6 +16,7 @@ from trials.judge import (
     LAUNCHER_OPTIONS,
     PROGRESS_TIMEOUT_S,
     REPAIR_TIMEOUT_S,
+    SETUP_TIMEOUT_S,
     Findings,
     Wrong,
     difference,
@@ -42,6 +43,7 @@ def run_case(case: Case, number: int, folder: Path) -> Result:
             "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
             "progress_timeout_s": PROGRESS_TIMEOUT_S,
             "repair_timeout_s": REPAIR_TIMEOUT_S,
+            "setup_timeout_s": SETUP_TIMEOUT_S,
         },
     }
     command = [sys.executable, "-m", "megatron_recover.cli", "launch", "-n", str(case.num_ranks)]

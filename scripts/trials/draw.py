@@ -23,8 +23,8 @@ BUCKETS = 3
 """Buckets of the core trainer's iteration."""
 
 _START = ("launch", "init", "model", "datasets")
-_TIMED = ("stop", "gil", "hang")
-"""Kinds that only a timeout finds. While model and data are set up it is minutes long, so they are not drawn there."""
+_LEASED = ("stop", "gil")
+"""Kinds that only a lease finds. While model and data are set up it is minutes long, so they are not drawn there."""
 _ONLY = {"nan": ("data", "forward", "backward"), "corrupt": ("after-commit", "optimizer")}
 """Kinds that can be told from a right computation only when they happen at these moments."""
 _FOLLOWING = ("repair", "takeover")
@@ -59,7 +59,7 @@ def kinds_at(menu: Menu, phase: str) -> list[str]:
     """Kinds of the menu that can be survived in a phase."""
     kinds = [kind for kind in menu.kinds if phase in _ONLY.get(kind, PHASES)]
     if phase in _START and phase != "launch":
-        kinds = [kind for kind in kinds if kind not in _TIMED]
+        kinds = [kind for kind in kinds if kind not in _LEASED]
     return kinds
 
 

@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss to the failure-free run."""
 HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S = 2.0, 4.0, 20.0
 """Shorter than a user would set them, so that ``stop``, ``gil`` and ``hang`` do not take minutes."""
-START_TIMEOUT_S = 120.0
+SETUP_TIMEOUT_S, START_TIMEOUT_S = 30.0, 120.0
 LAUNCHER_OPTIONS = ("--max-restarts", "2", "--start-timeout", f"{START_TIMEOUT_S:g}")
 """A job that gives up is started again, as on a cluster."""
 

@@ -23,6 +23,7 @@ from trials.judge import (
     LAUNCHER_OPTIONS,
     PROGRESS_TIMEOUT_S,
     REPAIR_TIMEOUT_S,
+    SETUP_TIMEOUT_S,
     Findings,
     Wrong,
     difference,
@@ -57,6 +58,7 @@ def run_case(case: Case, number: int, folder: Path) -> Result:
     command += ["--recover-check-replicas-interval", "1"]
     command += ["--recover-heartbeat-timeout", f"{_SLOWER * HEARTBEAT_TIMEOUT_S:g}"]
     command += ["--recover-progress-timeout", f"{_SLOWER * PROGRESS_TIMEOUT_S:g}"]
+    command += ["--recover-setup-timeout", f"{_SLOWER * SETUP_TIMEOUT_S:g}"]
     command += ["--recover-repair-timeout", f"{REPAIR_TIMEOUT_S:g}"]
     saved = str(folder / "checkpoints")
     command += ["--save", saved, "--load", saved, "--save-interval", str(case.save_every)]
