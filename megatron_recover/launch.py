@@ -241,7 +241,9 @@ class _Job:
         if (why := restart.refusal(job.script, job.script_arguments)) is not None:
             return ended(why)
         size, least = restart.sizes(job.script, job.script_arguments)
-        replicas_left = (outcome.status or {}).get("replicas_left")
+        status = outcome.status or {}
+        replicas_left = status.get("replicas_left")
+        size = status.get("replica_size", size)  # a program of one's own has said it
         ranks = restart.ranks_of_next_try(attempt.num_ranks, size, least, replicas_left, places)
         if not ranks:
             return ended(f"what is left is less than --recover-min-replicas {least}", ExitCode.TOO_FEW_REPLICAS)

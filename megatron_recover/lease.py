@@ -91,26 +91,31 @@ class Lease:
                 file.flush()
                 self._map = mmap.mmap(file.fileno(), _SIZE)
             fresh.replace(path)
-        _LONG.pack_into(self._map, _CODE, _NO_CODE)
+        self._put(_CODE, _LONG.pack(_NO_CODE))
+
+    def _put(self, place: int, value: bytes) -> None:
+        # As one piece: pack_into clears the bytes before it writes them, and a reader in between would see a rank that
+        # was last heard of when the machine started.
+        self._map[place : place + len(value)] = value
 
     def begin(self) -> None:
         """Called by the rank: this process is the one that the lease is about."""
-        _LONG.pack_into(self._map, 8, os.getpid())
+        self._put(8, _LONG.pack(os.getpid()))
         self.renew()
 
     def enter(self, stage: Stage, timeout_s: float = 0.0) -> None:
         """From here on the lease runs out ``timeout_s`` seconds after it was last renewed; 0: never."""
         self.renew()
-        _DOUBLE.pack_into(self._map, _TIMEOUT, timeout_s)
-        _LONG.pack_into(self._map, _STAGE, stage)
+        self._put(_TIMEOUT, _DOUBLE.pack(timeout_s))
+        self._put(_STAGE, _LONG.pack(stage))
 
     def renew(self) -> None:
         """The rank is alive now."""
-        _DOUBLE.pack_into(self._map, _BEAT, time.monotonic())
+        self._put(_BEAT, _DOUBLE.pack(time.monotonic()))
 
     def ends_with(self, code: int) -> None:
         """The rank is about to end with this exit code on behalf of the job; another code is a failure."""
-        _LONG.pack_into(self._map, _CODE, code)
+        self._put(_CODE, _LONG.pack(code))
         self.enter(Stage.ENDING)
 
     def read(self) -> LeaseState:
@@ -136,7 +141,7 @@ def _decode(data: bytes, rank: int) -> LeaseState:
         keeper_pid=keeper_pid,
         stage=Stage(stage),
         timeout_s=timeout_s,
-        age_s=time.monotonic() - beat,
+        age_s=time.monotonic() - beat if beat else 0.0,  # not renewed yet
         code=None if code == _NO_CODE else code,
     )
 

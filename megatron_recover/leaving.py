@@ -64,7 +64,7 @@ def leave_in_order() -> None:
     os._exit(0)
 
 
-def give_up(reason: str, replicas_left: int | None = None) -> None:
+def give_up(reason: str, replicas_left: int | None = None, replica_size: int | None = None) -> None:
     """Ends the job because waiting has no sense any more. Does not return.
 
     The non-zero exit code takes the other ranks down, which is what is wanted here: the launcher starts the job again
@@ -73,10 +73,11 @@ def give_up(reason: str, replicas_left: int | None = None) -> None:
     Args:
         reason: for the log and the launcher.
         replicas_left: whole replicas that are alive, as far as is known here.
+        replica_size: ranks of a replica.
     """
     with contextlib.suppress(Exception):
         print(f"megatron_recover: {reason}", file=sys.__stderr__, flush=True)
-    write_status(ExitCode.GAVE_UP, reason, replicas_left=replicas_left)
+    write_status(ExitCode.GAVE_UP, reason, replicas_left=replicas_left, replica_size=replica_size)
     end_children()
     own_lease().ends_with(ExitCode.GAVE_UP)
     os._exit(ExitCode.GAVE_UP)
@@ -102,7 +103,7 @@ def _run_exit_handlers() -> None:
             stream.flush()  # type: ignore[union-attr]
 
 
-def write_status(code: int, reason: str, job_dir: str | None = None, *, replicas_left: int | None = None) -> None:
+def write_status(code: int, reason: str, job_dir: str | None = None, **known: int | None) -> None:
     """Tells the launcher how the job ended (``status.json`` in the job's directory). Never raises."""
     global _has_told
     _has_told = True
@@ -110,8 +111,7 @@ def write_status(code: int, reason: str, job_dir: str | None = None, *, replicas
     if not folder:
         return
     status: dict[str, object] = {"exit_code": int(code), "reason": reason}
-    if replicas_left is not None:
-        status["replicas_left"] = replicas_left
+    status.update((name, value) for name, value in known.items() if value is not None)
     with contextlib.suppress(OSError):
         target = Path(folder) / "status.json"
         draft = target.with_suffix(f".{os.getpid()}")

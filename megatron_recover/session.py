@@ -351,5 +351,8 @@ class Session:
 
     def _give_up(self, reason: str) -> None:
         comms = self.engine.comms
-        lost = {self.layout.replica_of(rank) for rank in membership.failed(comms.world, comms.start)}
-        give_up(reason, replicas_left=len(set(self.engine.alive) - lost))
+        # The world may be one from the middle of a repair, in which the dead are not known to be dead but not there.
+        dead = membership.failed(comms.start, comms.start)
+        present = [rank for rank in membership.members(comms.world, comms.start) if rank not in dead]
+        left = set(self.layout.whole_replicas(present)) & set(self.engine.alive)
+        give_up(reason, replicas_left=len(left), replica_size=self.layout.replica_size)

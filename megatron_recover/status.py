@@ -38,12 +38,13 @@ def is_withdrawal(text: str | bytes) -> bool:
 
 
 def read_status(text: str | bytes) -> dict[str, Any] | None:
-    """``exit_code``, ``reason`` and, where it is known, ``replicas_left``; None if it is not that."""
+    """``exit_code``, ``reason`` and, where known, ``replicas_left`` and ``replica_size``; None if it is not that."""
     try:
         status = json.loads(text)
         known: dict[str, Any] = {"exit_code": int(status["exit_code"]), "reason": str(status.get("reason", ""))}
-        if status.get("replicas_left") is not None:
-            known["replicas_left"] = int(status["replicas_left"])
+        for name in ("replicas_left", "replica_size"):
+            if status.get(name) is not None:
+                known[name] = int(status[name])
         return known
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -64,6 +64,7 @@ class Watchdog:
         self._is_training = self._is_waiting = self._is_finished = False
         self._progress_at = self._beat_at = time.monotonic()
         self._moving_since: float | None = None
+        self._moving_limit_s = moving_timeout_s
         self.longest_silence_s = 0.0
         """Longest time between two renewals of the lease during training: how near it came to the timeout."""
         self._end = threading.Event()
@@ -103,8 +104,9 @@ class Watchdog:
             self._is_waiting = False
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """Inside, the engine moves data between ranks that are all there."""
+    def moving(self, share: float = 1.0) -> Iterator[None]:
+        """Inside, the engine moves data between ranks that are all there; for at most this share of the timeout."""
+        self._moving_limit_s = share * self._moving_timeout_s
         self._moving_since = time.monotonic()
         try:
             yield
@@ -144,7 +146,7 @@ class Watchdog:
                 f"its training thread has made no progress for {stuck:.0f} s ({flag} {limit:g}); "
                 "the stacks above show where it is"
             )
-        elif moving_since is not None and now - moving_since > self._moving_timeout_s:
+        elif moving_since is not None and now - moving_since > self._moving_limit_s:
             self._give_in(f"a reduction has not ended for {now - moving_since:.0f} s although all ranks are in it")
 
     def _give_in(self, reason: str) -> None:

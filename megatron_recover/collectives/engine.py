@@ -41,6 +41,10 @@ CHUNK_BYTES = 1 << 28
 
 REPAIR_DEADLINE_S = 60.0
 
+_PREPARING = 0.5
+"""Share of the time to move data in which a rank must be ready for it: one that hangs there leaves before its peers,
+which wait for it inside the all-reduce, take themselves for hung."""
+
 _OK, _RUNNING, _VOTES = 1, 2, 2
 _VOTE_BITS = 24
 
@@ -85,7 +89,8 @@ class Engine:
         on_repair_step: called on the engine thread inside a repair, with 0 to 3 (see ``repair.repair``).
         on_orphaned: called on the engine thread when this process has to leave; must not return.
         on_give_up: called with the reason when waiting has no sense any more; must end the process.
-        moving: a context in which data is moved between ranks that are all there, to be watched over.
+        moving: ``moving(share)`` is a context, to be watched over, in which data is moved between ranks that are all
+            there (share 1), or in which this rank prepares for it (a smaller share of the time).
         repair_deadline_s: a repair that takes longer is given up.
     """
 
@@ -97,7 +102,7 @@ class Engine:
         on_repair_step: Callable[[int], None] = lambda step: None,
         on_orphaned: Callable[[], None] = lambda: os._exit(0),
         on_give_up: Callable[[str], None] = lambda reason: os._exit(1),
-        moving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        moving: Callable[[float], contextlib.AbstractContextManager[None]] = lambda share: contextlib.nullcontext(),
         repair_deadline_s: float = REPAIR_DEADLINE_S,
     ) -> None:
         self.comms = comms
@@ -191,6 +196,9 @@ class Engine:
 
     def _look_at_neighbours(self) -> None:
         gone = self._neighbours.gone()
+        if gone:  # a repair may take its time (it waits for a rank that is stopped); what MPI knows is its affair
+            known = membership.failed(self.comms.start, self.comms.start)
+            gone = tuple(rank for rank in gone if rank not in known)
         if gone and not self._is_closing:
             self._on_give_up(
                 f"rank {', '.join(map(str, gone))} has ended without MPI noticing (with a non-zero exit code), which "
@@ -253,12 +261,14 @@ class Engine:
                 next_look = time.monotonic() + 0.005
 
     def _reduce(self, task: Reduction) -> bool:
-        send = task.send()
+        with self._moving(_PREPARING):
+            send = task.send()
         # Peers arrive at different times: waiting in a barrier that sleeps, and only then moving data at
         # full speed, keeps a waiting rank from taking a core away from one that computes.
         self._wait(self.comms.cross.Ibarrier(), keep=(send, task.result))
-        with self._moving():
+        with self._moving(_PREPARING):
             task.before()
+        with self._moving(1.0):
             self._move(send, task.result)
         return True
 

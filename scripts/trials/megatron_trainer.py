@@ -87,10 +87,10 @@ def read(case: Case, ended: Ended, folder: Path) -> Findings:
     if not latest.exists() or latest.read_text().strip() != str(case.iterations):
         raise Wrong("the checkpoint of the last iteration is not there")
     events = (folder / "events.jsonl").read_text().splitlines()
-    starts = [json.loads(line) for line in events if '"event": "start"' in line]
+    tries = 1 + ended.err.count("; starting again (try ")
     lost = {replica for line in events if '"event": "repair"' in line for replica in json.loads(line)["replicas_lost"]}
     alive = sorted(set(range(case.num_replicas)) - lost)
-    return Findings(len(starts), alive, largest)
+    return Findings(tries, alive, largest)
 
 
 def _compare(ours: Mapping[int, list[float]], theirs: Mapping[int, list[float]], what: str) -> float:

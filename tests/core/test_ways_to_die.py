@@ -120,3 +120,12 @@ def test_an_error_on_the_engine_thread_while_others_are_in_the_same_reduction() 
     assert done.results[0]["alive"] == [1, 2]
     assert "has not ended for" not in done.err, done.explain()
     assert_on_the_failure_free_curve(done.results)
+
+
+def test_a_repair_that_has_to_wait_for_a_stopped_rank_is_no_reason_to_give_up() -> None:
+    """MPI knows of the dead rank at once; the repair is over when the other one has been found and killed."""
+    faults = [f"{kind}:rank={rank},iteration=3,phase=forward,microbatch=0" for rank, kind in ((2, "kill"), (1, "stop"))]
+    done = launch(4, inject=faults, max_restarts=0, options={"heartbeat_timeout_s": 8.0})
+    assert done.code == 0, done.explain()
+    assert done.results[0]["alive"] == [0, 3]
+    assert_on_the_failure_free_curve(done.results)

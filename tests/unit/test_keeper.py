@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_recover.lease import Lease, Stage, read_lease
+from megatron_recover.lease import Lease, Stage, lease_path, read_lease
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -122,3 +123,24 @@ def test_a_lease_is_read_from_outside(tmp_path: Path) -> None:
     assert state is not None
     assert (state.code, state.stage, state.is_over) == (70, Stage.ENDING, False)
     assert read_lease(tmp_path, 5) is None
+
+
+def test_a_reader_never_sees_half_of_a_renewal(tmp_path: Path) -> None:
+    """A lease that seems to be as old as the machine would cost a healthy rank its life."""
+    program = (
+        "from megatron_recover.lease import Lease; import sys\n"
+        f"lease = Lease({str(tmp_path)!r}, 1); lease.begin(); print('ready', flush=True)\n"
+        "while True: lease.renew()"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        reader = Lease.__new__(Lease)  # the same memory, as a keeper has it
+        with open(lease_path(tmp_path, 1), "r+b") as file:
+            reader._map, reader.rank = mmap.mmap(file.fileno(), 0), 1
+        ages = [reader.read().age_s for _ in range(300_000)]
+    finally:
+        writer.kill()
+        writer.wait()
+    assert max(ages) < 60
