@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Arguments handed through: make pretrain ARGS="--iterations 60", make test ARGS="tests/unit -x"
 ARGS ?=
 
-.PHONY: help venv pretrain test test-all lint clean
+.PHONY: help venv pretrain test test-all chaos lint clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ test: lint  ## lint, the fast tests and the pairwise part of the failure matrix 
 test-all: lint  ## everything, with the whole failure matrix
 	@mkdir -p runs
 	@$(BIN)/python -m pytest --junitxml runs/test-all.xml $(ARGS)
+
+chaos: venv  ## random failures of every kind at every moment, on a small trainer (a few minutes; ARGS for more)
+	@$(BIN)/python scripts/chaos.py --failures 60 $(ARGS)
 
 lint: venv  ## ruff and mypy
 	@$(BIN)/ruff check --quiet --output-format concise .
