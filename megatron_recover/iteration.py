@@ -193,11 +193,12 @@ class Iteration:
         with session.watchdog.waiting():
             found = session.engine.exchange(pickle.dumps(culprits), session.epoch).result() or {}
         named = [f"replica {replica}, microbatch {n}" for replica, data in found.items() for n in pickle.loads(data)]
-        glitched = tuple(replica for replica in suspects if replica not in repeated)
-        # One replica that is right is needed to go on.
-        if repeated or len(glitched) == len(session.alive):
+        glitched = tuple(replica for replica in suspects if replica in session.alive and replica not in repeated)
+        # One replica that is right is needed to go on. (Some that were concerned may be lost by now.)
+        if repeated or glitched == session.alive:
             raise NotFinite(
                 f"iteration {self.number}: the gradient of {'; '.join(named) or 'a replica'} is NaN or Inf "
                 "(see above); the optimizer has not stepped"
             )
-        session.drop(glitched, "its gradient was NaN or Inf, and finite when computed again: suspect its device")
+        if glitched:
+            session.drop(glitched, "its gradient was NaN or Inf, and finite when computed again: suspect its device")

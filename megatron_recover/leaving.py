@@ -26,6 +26,9 @@ from megatron_recover.status import WITHDRAWN, tell_launcher
 
 _has_told = False  # this process has written down how the job ends
 
+STOP_FILE = "stop"
+"""In the job's directory: the launcher asks the job as a whole to stop, not a single replica to leave."""
+
 ATEXIT_S = 20.0
 """Time for exit handlers (wandb uploads, writers) of a process that ends in good order."""
 
@@ -112,20 +115,23 @@ def write_status(code: int, reason: str, job_dir: str | None = None, **known: in
         return
     status: dict[str, object] = {"exit_code": int(code), "reason": reason}
     status.update((name, value) for name, value in known.items() if value is not None)
+    _write(folder, status)
+    tell_launcher(status)
+
+
+def _write(folder: str, status: dict[str, object]) -> None:
     with contextlib.suppress(OSError):
         target = Path(folder) / "status.json"
         draft = target.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(status))
         draft.replace(target)
-    tell_launcher(status)
 
 
 def withdraw_status() -> None:
     """A rank that failed has said how the job ends, and it does not: the others go on. Never raises."""
     folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
     if folder and not _has_told:
-        with contextlib.suppress(OSError):
-            (Path(folder) / "status.json").unlink(missing_ok=True)
+        _write(folder, WITHDRAWN)
         tell_launcher(WITHDRAWN)
 
 

@@ -32,7 +32,7 @@ class NoiseFilter:
         self._tail = b""  # unfinished line that may be the beginning of a block
         self._block: list[bytes] = []  # lines held back
         self._is_line_start = True
-        self.status: tuple[float, dict[str, Any]] | None = None
+        self.status: tuple[float, dict[str, Any] | None] | None = None
         """What a rank of another host has said last about the end of the job, and when (``time.time``)."""
         self.has_heard = False
         """A rank of another host has said something to the launcher."""
@@ -76,7 +76,7 @@ class NoiseFilter:
             if (status := read_status(said)) is not None:
                 self.status = time.time(), status
             elif is_withdrawal(said):
-                self.status = None
+                self.status = time.time(), None
             return b""
         bare = line.rstrip()
         if not self._block:

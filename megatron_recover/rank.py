@@ -79,18 +79,23 @@ def _inject_at_launch(arguments: Sequence[str]) -> None:
 
 
 def _end_in_agreement(session: Session, error: RecoverError | None) -> None:
-    """The leader writes down how it ended, all living ranks agree that it has, then all leave."""
+    """The leader writes down how it ended (the next one does, if it is lost in that), all agree, then all leave."""
     code, reason = (0, "done") if error is None else (code_of(error), str(error))
     for fault in session.pending_faults:
         if fault.phase == "exit":
             continue
         message = f"fault injection: {fault.spec} did not happen: this rank never came there"
         print(message, file=sys.__stderr__, flush=True)
-    if session.is_leader and session.coordinate == 0:
-        if error is not None:
-            print(f"error: {error}", file=sys.__stderr__, flush=True)
-        write_status(code, reason)
-        session.observer.finished(code, reason)
+
+    def write_down() -> None:
+        if session.coordinate == 0:
+            if error is not None:
+                print(f"error: {error}", file=sys.__stderr__, flush=True)
+            write_status(code, reason)
+            session.observer.finished(code, reason)
+
+    session.is_ending = True
+    session.by_leader(write_down, check=False)
     session.at("exit")
     # A rank that is lost here is lost after everything was written.
     session.close()

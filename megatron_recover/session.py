@@ -32,7 +32,14 @@ from megatron_recover.errors import ReplicasDiffer, StoppedBySignal, TooFewRepli
 from megatron_recover.faults import Fault, FaultInjector
 from megatron_recover.iteration import Iteration, Round
 from megatron_recover.lease import own_lease
-from megatron_recover.leaving import give_up, leave_as_failed, leave_as_orphan, leave_in_order, withdraw_status
+from megatron_recover.leaving import (
+    STOP_FILE,
+    give_up,
+    leave_as_failed,
+    leave_as_orphan,
+    leave_in_order,
+    withdraw_status,
+)
 from megatron_recover.observer import Observer, Silent
 from megatron_recover.recovery import Bucket
 from megatron_recover.timeouts import HEARTBEAT_TIMEOUT_S, PROGRESS_TIMEOUT_S, REPAIR_TIMEOUT_S, SETUP_TIMEOUT_S
@@ -41,8 +48,8 @@ from megatron_recover.workload import Policy, get_policy
 
 __all__ = ["Bucket", "Iteration", "Observer", "Round", "Session", "Silent"]
 
-_DIFFER, _LEAVE, _NOT_FINITE = 1, 2, 4
-_FIRST_VOTER = 3
+_DIFFER, _LEAVE, _NOT_FINITE, _STOP = 1, 2, 4, 8
+_FIRST_VOTER = 4
 _REPLICAS_PER_VOTE = 20
 _ENGINE_PHASES = ("reduce", "repair")
 
@@ -100,9 +107,12 @@ class Session:
         self.buffers: dict[int, NDArray[Any]] = {}
         """Result buffers of the last committed iteration, for the next one: not allocated in each."""
         self._voters: dict[str, Callable[[], bool]] = {}
+        self.is_ending = False
+        """The script is through: what is written down about the end of the job holds."""
         self._closing = False
         self._is_training = False
         self._asked_to_leave = False
+        self._asked_to_stop = self._all_stop = False
         self._somebody_leaves = False
         self._leave_as_orphan = on_orphaned
         self.watchdog = Watchdog(
@@ -112,7 +122,7 @@ class Session:
             setup_timeout_s=setup_timeout_s,
             moving_timeout_s=max(repair_timeout_s, 60.0),
             fail=leave_as_failed,
-            is_fenced=len({place.host for place in self.layout.places}) > 1,
+            is_fenced=runtime.peers_detect_silence(),
         )
         self.engine = Engine(
             comms,
@@ -198,14 +208,18 @@ class Session:
             TooFewReplicas: on all ranks together.
             ReplicasDiffer: on all ranks together, when one found a difference.
         """
-        ballot = [differ, self._asked_to_leave, not_finite] + [bool(voter()) for voter in self._voters.values()]
+        ballot = [differ, self._asked_to_leave, not_finite, self._asked_to_stop]
+        ballot += [bool(voter()) for voter in self._voters.values()]
         attempt = self._attempt(ok, sum(1 << bit for bit, said in enumerate(ballot) if said))
         for bit, name in enumerate(self._voters, start=_FIRST_VOTER):
             self.decisions[name] = bool(attempt.votes >> bit & 1)
         self._somebody_leaves = bool(attempt.votes & _LEAVE)
+        self._all_stop = bool(attempt.votes & _STOP)
         self.found_not_finite = bool(attempt.votes & _NOT_FINITE)
         self.observer.agreed()
-        if check and attempt.votes & _DIFFER and not differ:
+        if check and attempt.votes & _DIFFER:
+            if differ:
+                return attempt  # the caller raises what it has found
             raise ReplicasDiffer("another rank found replicas that differ; its message is in the log")
         if check:
             self._check_enough(len(self.alive))
@@ -265,14 +279,23 @@ class Session:
             self._leave_on_sigterm()
             self.watchdog.train()
         self.watchdog.progress()
+        if self._all_stop:
+            raise StoppedBySignal(f"the job was asked to stop, the last iteration is {self.current_iteration}")
         if self._somebody_leaves:
             self._let_leave()
         self.current_iteration = number
         return Iteration(self, number, num_microbatches, buckets, phase)
 
     def ask_to_leave(self) -> None:
-        """This rank's replica leaves, in good order, before the next iteration. What SIGTERM does during training."""
-        self._asked_to_leave = True
+        """This rank's replica leaves, in good order, before the next iteration. What SIGTERM does during training.
+
+        When the launcher sends it, it is the whole job that stops, on all hosts.
+        """
+        folder = os.environ.get("MEGATRON_RECOVER_JOB_DIR")
+        if folder and os.path.exists(os.path.join(folder, STOP_FILE)):
+            self._asked_to_stop = True
+        else:
+            self._asked_to_leave = True
 
     def drop_odd(self, odd: tuple[int, ...]) -> None:
         """These replicas have another state than the majority: they leave, the others go on."""
@@ -331,8 +354,14 @@ class Session:
     def _leave_on_sigterm(self) -> None:
         """Unless the script has other plans for SIGTERM (as Megatron with --exit-signal-handler)."""
 
+        rank = os.getpid()
+
         def handle(signum: int, frame: FrameType | None) -> None:
-            self.ask_to_leave()
+            if os.getpid() == rank:
+                self.ask_to_leave()
+            else:  # a process that was forked from this one
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
 
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, handle)
@@ -340,7 +369,7 @@ class Session:
     def _repaired(self, report: Repair) -> None:
         if self._closing:
             return
-        if self.rank == self.layout.ranks_of(report.alive[0])[0]:
+        if not self.is_ending and self.rank == self.layout.ranks_of(report.alive[0])[0]:
             withdraw_status()
         self.observer.repaired(report)
 

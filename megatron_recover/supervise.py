@@ -16,6 +16,7 @@ import psutil
 
 from megatron_recover.errors import ExitCode
 from megatron_recover.guard import guarded
+from megatron_recover.leaving import STOP_FILE
 from megatron_recover.output import NoiseFilter, Pump
 from megatron_recover.processes import JobProcesses
 from megatron_recover.status import read_status
@@ -233,8 +234,11 @@ class Supervisor:
     def _stop(self, mpirun: subprocess.Popen[bytes]) -> None:
         """Asks each rank of this host once. Not through mpirun: on SIGTERM it kills them a second later.
 
-        Ranks that handle SIGTERM (Megatron's --exit-signal-handler) agree with those of the other hosts.
+        They agree with those of the other hosts: with Megatron's --exit-signal-handler, or because the stop file says
+        that it is the whole job that is to stop.
         """
+        with contextlib.suppress(OSError):
+            (self._job_dir / STOP_FILE).touch()
         if not self._processes.ranks_seen:
             mpirun.terminate()  # nothing runs yet
             return
@@ -242,15 +246,12 @@ class Supervisor:
 
     def _status(self) -> dict[str, Any] | None:
         """What was said last about the end of the job, on this host or another one."""
-        from_afar = self._noise.status
-        try:
+        said = [self._noise.status] if self._noise.status is not None else []
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             path = self._job_dir / STATUS_FILE
-            written, status = path.stat().st_mtime, read_status(path.read_text())
-        except (OSError, UnicodeDecodeError):
-            status = None
-        if from_afar is not None and (status is None or from_afar[0] > written):
-            return from_afar[1]
-        return status
+            said.append((path.stat().st_mtime, read_status(path.read_text())))
+        # The last word counts, also when it is that nothing holds any more.
+        return max(said, key=lambda one: one[0])[1] if said else None
 
 
 def _say(text: str) -> None:

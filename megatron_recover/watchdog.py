@@ -39,8 +39,8 @@ class Watchdog:
         setup_timeout_s: the same before training, while models and data sets are built.
         moving_timeout_s: how long the engine may take to move one bucket when all peers are there.
         fail: ends the process as a failure that the others repair; called on this thread with the reason.
-        is_fenced: others may take this rank for dead without killing it (they are on other hosts, which see only that
-            it is silent): then a rank whose own lease has run out kills itself before it does anything else.
+        is_fenced: others may take this rank for dead without killing it (MPI's own detector does): then a rank whose
+            lease has run out kills itself.
     """
 
     def __init__(
@@ -147,7 +147,13 @@ class Watchdog:
                 "the stacks above show where it is"
             )
         elif moving_since is not None and now - moving_since > self._moving_limit_s:
-            self._give_in(f"a reduction has not ended for {now - moving_since:.0f} s although all ranks are in it")
+            what = (
+                "a part of a reduction has not ended for {:.0f} s although all ranks are in it"
+                if self._moving_limit_s == self._moving_timeout_s
+                else "its gradient was not ready to be reduced for {:.0f} s, and others wait for it"
+            )
+            flag = f" (--recover-repair-timeout {self._moving_timeout_s:g})"
+            self._give_in(what.format(now - moving_since) + flag)
 
     def _give_in(self, reason: str) -> None:
         with contextlib.suppress(Exception):

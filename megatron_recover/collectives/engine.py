@@ -121,7 +121,7 @@ class Engine:
         self._noticed_at = 0.0
         self._failure: tuple[int, Exception] | None = None
         self._abandoned: list[Any] = []
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._main, name="recover-engine", daemon=True)
 
     def start(self) -> None:
@@ -189,6 +189,8 @@ class Engine:
             os.kill(os.getpid(), 9)
 
     def _look(self) -> None:
+        if self._is_closed:
+            return  # others have left, or are about to
         try:
             self._raise_if_broken()
         except _EpochGone:
@@ -268,8 +270,7 @@ class Engine:
         self._wait(self.comms.cross.Ibarrier(), keep=(send, task.result))
         with self._moving(_PREPARING):
             task.before()
-        with self._moving(1.0):
-            self._move(send, task.result)
+        self._move(send, task.result)
         return True
 
     def _move(self, send: NDArray[Any], result: NDArray[Any]) -> None:
@@ -277,7 +278,8 @@ class Engine:
         try:
             for begin in range(0, send.size, step):
                 piece = slice(begin, begin + step)
-                self.comms.cross.Allreduce(send[piece], result[piece])
+                with self._moving(1.0):
+                    self.comms.cross.Allreduce(send[piece], result[piece])
         except BaseException:
             # Parts of an all-reduce that failed may still be in flight: freeing their memory now crashes.
             self._abandoned.append((send, result))
@@ -314,6 +316,7 @@ class Engine:
                 self._repair()
                 continue
             voted = ~(agreed >> _VOTES) & mask
+            self._is_closed = self._is_closing
             self._abandoned.clear()  # every living rank is in this epoch: nothing old is in flight
             done.set_result(Attempt(bool(agreed & _OK), self.epoch, self.alive, voted))
             return
@@ -344,4 +347,5 @@ class Engine:
         # A gather that failed may have grown the slots on some members only: all start again alike.
         self._exchange = Exchange()
         self.epoch, self.alive = report.epoch, report.alive
-        self._on_repair(report)
+        with self._moving(1.0):
+            self._on_repair(report)

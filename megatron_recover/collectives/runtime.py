@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 """What ``mpirun --with-ft ulfm`` sets for its ranks."""
 
+_FT_DETECTOR = "OMPI_MCA_mpi_ft_detector"
+
 HOW_TO_START = "start with `megatron-recover launch -n N -- SCRIPT ARGS`"
 
 
@@ -67,6 +69,11 @@ def check_environment() -> None:
             "mpirun was started without fault tolerance, so one lost rank would end the whole job: "
             f"add `--with-ft ulfm` to mpirun, or {HOW_TO_START}."
         )
+
+
+def peers_detect_silence() -> bool:
+    """Whether MPI's own detector runs: it takes a rank that is silent for dead, and does not tell it."""
+    return os.environ.get(_FT_DETECTOR, "") in ("1", "true")
 
 
 def _load_mpi() -> Any:

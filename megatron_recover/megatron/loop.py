@@ -20,6 +20,7 @@ def install(adapter: Adapter) -> None:
     stock_step = training.train_step
     stock_train = training.train
     stock_setup = training.setup_model_and_optimizer
+    stock_last_evaluation = training.evaluate_and_print_results
     stock_build = training.build_train_valid_test_data_iterators
 
     @functools.wraps(stock_step)
@@ -93,6 +94,20 @@ def install(adapter: Adapter) -> None:
         return stock_setup(*args, **options)
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
+    @functools.wraps(stock_last_evaluation)
+    def evaluate_and_print_results(*args: Any, **options: Any) -> Any:
+        try:
+            return stock_last_evaluation(*args, **options)
+        except (TooFewReplicas, StoppedBySignal) as error:
+            if not adapter.is_trained:
+                raise  # train() sees to it
+            checkpoint.finish(adapter)
+            checkpoint.raise_if_unsaved(adapter)
+            if isinstance(error, StoppedBySignal):
+                raise StoppedBySignal(f"{error}; training was complete", saved=bool(get_args().save)) from None
+            raise
+
+    training.evaluate_and_print_results = evaluate_and_print_results
     training.train_step = train_step
     training.train = train
     training.build_train_valid_test_data_iterators = build_train_valid_test_data_iterators

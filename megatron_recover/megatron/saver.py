@@ -71,6 +71,8 @@ class Saver:
             self._adapter.at("save")
         self._session.by_leader(lambda: self._save(iteration, stock), check=False)
         self.lost_one = False
+        if not self.is_unsaved:
+            self._stale = None  # what the folder names from now on is this job's
 
     def finish(self) -> None:
         """Waits until the leader has finished what it saves in the background."""
@@ -97,6 +99,8 @@ class Saver:
 
     def at_step(self, step: str) -> None:
         """Marks a step of the save that the training thread is busy with, for telemetry and failure injection."""
+        if step == "named":
+            self._stale = None
         if self.current is None:
             return
         if self.current in self._scheduled:  # training has gone on since
@@ -108,6 +112,7 @@ class Saver:
         """One of the files of this rank is on disk (on the thread that writes it)."""
         attempt = self._scheduled[0] if self._scheduled else self.current
         if attempt is not None:
+            self._session.watchdog.progress()  # a save that is slow is none that hangs
             self._session.inject("save", attempt.iteration, SAVE_STEPS.index("writing"))
 
     def check_after_barrier(self) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_recover.faults import FaultInjector, parse_faults
+from megatron_recover.leaving import STOP_FILE
 from megatron_recover.megatron.state_faults import flip_a_bit
 from megatron_recover.recovery import Bucket
 from megatron_recover.session import Iteration, Session, Silent
@@ -28,6 +31,7 @@ JOB: dict[str, Any] = {
     "overlap": False,
     "wrong": "",
     "poison": [],
+    "whole_job": False,
     "options": {},
 }
 
@@ -58,6 +62,8 @@ def main() -> None:
         observer=keep,
         **job["options"],
     )
+    if job["whole_job"]:  # as the launcher does before it signals
+        (Path(os.environ["MEGATRON_RECOVER_JOB_DIR"]) / STOP_FILE).touch()
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     model.to(getattr(torch, job["dtype"]))
@@ -123,8 +129,6 @@ def hashed(parameters: list[torch.nn.Parameter]) -> str:
 
 
 def _world_rank() -> str:
-    import os
-
     return os.environ["OMPI_COMM_WORLD_RANK"]
 
 

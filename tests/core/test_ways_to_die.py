@@ -77,6 +77,13 @@ def test_when_all_replicas_are_sent_sigterm_all_end_together() -> None:
     assert "every replica was sent SIGTERM, the last iteration is 3" in done.err
 
 
+def test_when_the_whole_job_is_to_stop_one_signal_is_enough() -> None:
+    """The launcher reaches the ranks of its own host only; the others leave after the same iteration."""
+    done = start(3, inject=["term:rank=1,iteration=3,phase=forward,microbatch=0"], whole_job=True)
+    assert done.code == 128 + 15, done.explain()
+    assert "the job was asked to stop, the last iteration is 3" in done.err
+
+
 def test_the_odd_one_out_of_three_is_dropped() -> None:
     results = run_session(3, inject=["corrupt:rank=1,iteration=3,phase=after-commit"])
     assert results[0]["alive"] == [0, 2]
@@ -128,4 +135,14 @@ def test_a_repair_that_has_to_wait_for_a_stopped_rank_is_no_reason_to_give_up() 
     done = launch(4, inject=faults, max_restarts=0, options={"heartbeat_timeout_s": 8.0})
     assert done.code == 0, done.explain()
     assert done.results[0]["alive"] == [0, 3]
+    assert_on_the_failure_free_curve(done.results)
+
+
+def test_a_replica_that_dies_while_its_nan_is_looked_for_takes_nobody_with_it() -> None:
+    """Failing devices do that. Its three microbatches are run again, one at a time; it dies in the first of them."""
+    faults = ["nan:rank=3,iteration=3,phase=backward,microbatch=0"]
+    faults += ["kill:rank=2,iteration=3,phase=forward,microbatch=3"]
+    done = launch(4, inject=faults, max_restarts=0, replica_size=2)
+    assert done.code == 0, done.explain()
+    assert done.results[0]["alive"] == [0]
     assert_on_the_failure_free_curve(done.results)

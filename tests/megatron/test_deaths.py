@@ -92,3 +92,14 @@ def test_data_workers_are_killed() -> None:
     assert_same_curve(curve, vanilla(1, iterations=40))
     assert max(curve.losses) == 40
     assert curve.of("finish")[-1]["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    "faults", [["kill:rank=0,iteration=4,phase=optimizer"], ["kill:rank=0,phase=exit", "pause:rank=1,phase=exit"]]
+)
+@pytest.mark.slow
+def test_a_leader_that_is_lost_at_the_very_end_has_an_heir_who_says_so(faults: list[str]) -> None:
+    """Otherwise the launcher would take the job for lost, and train it once more."""
+    curve = recover(3, iterations=4, inject=faults, options=("--max-restarts", "0"))
+    assert_same_curve(curve, vanilla(1))
+    assert curve.of("finish")[-1]["exit_code"] == 0
