@@ -25,7 +25,7 @@ from megatron_recover.errors import UserError
 from trials import core_trainer, megatron_trainer
 from trials.case import TRAINERS, Case, Result, parse_case
 from trials.draw import READY_KINDS, READY_PHASES, Menu, draw
-from trials.table import build_table, line, summary, write_json
+from trials.table import build_table, line, markdown, summary, write_json
 
 _EPILOG = f"""examples:
   60 failures on the small trainer of the core, about 3 minutes on 2 cores:
@@ -141,6 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--phases", default=",".join(READY_PHASES), metavar="P,P", help="moments (default: all)")
     parser.add_argument("--first-case", type=int, default=1, metavar="K", help="begin with this case of the seed")
     parser.add_argument("--case", type=int, metavar="K", help="only this case of the seed")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print the table of a run's FILE for the docs")
     parser.add_argument("--repeat", metavar="CASE", help="only this case, in the words that the output gives")
     parser.add_argument("--times", type=int, default=1, metavar="N", help="how often, with --case or --repeat")
     parser.add_argument("--keep-logs", action="store_true", help="also of cases that survived")
@@ -157,6 +158,9 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     args = build_parser().parse_args(argv)
+    if args.markdown is not None:
+        print(markdown(args.markdown))
+        return 0
     console = Console() if sys.stdout.isatty() else Console(width=150)
     try:
         menu = Menu(args.trainer, tuple(args.layout), tuple(args.kinds.split(",")), tuple(args.phases.split(",")))

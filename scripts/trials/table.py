@@ -127,5 +127,20 @@ def write_json(results: Sequence[Result], path: Path, head: dict[str, Any]) -> N
     draft.replace(path)
 
 
+def markdown(path: Path) -> str:
+    """The table of a run that was written with ``write_json``, for the docs."""
+    written: dict[str, dict[str, int]] = json.loads(path.read_text())["cells"]
+    cells = {tuple(name.split("@")): Counter(verdicts) for name, verdicts in written.items()}
+    kinds = [kind for kind in KINDS if any(key[0] == kind for key in cells)]
+    rows = [name for name in moments() if any(key[1] == name for key in cells)]
+    lines = ["| moment | " + " | ".join((*kinds, "all")) + " |", "|---" * (len(kinds) + 2) + "|"]
+    for name in rows:
+        here = [cells.get((kind, name), Counter()) for kind in kinds]
+        lines.append(f"| {name} | " + " | ".join(map(_cell, (*here, _sum(here)))) + " |")
+    columns = [_sum([cells.get((kind, name), Counter()) for name in rows]) for kind in kinds]
+    lines.append("| all | " + " | ".join(map(_cell, (*columns, _sum(columns)))) + " |")
+    return "\n".join(lines)
+
+
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
