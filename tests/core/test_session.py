@@ -62,6 +62,7 @@ def test_killed_in_every_phase(places: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exit", "exception"])
+@pytest.mark.slow
 def test_other_ways_to_die(kind: str) -> None:
     results = run_session(3, inject=[f"{kind}:rank=2,iteration=2,phase=backward,microbatch=1"])
     assert results[0]["alive"] == [0, 1]

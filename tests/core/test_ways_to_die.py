@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import pytest
 from harness import CORE, Finished, run
 from test_session import assert_on_the_failure_free_curve, run_session, start
 
@@ -54,6 +55,7 @@ def test_processes_that_live_but_do_nothing() -> None:
     assert done.err.count("in _end") >= 2, done.explain()
 
 
+@pytest.mark.slow
 def test_orphans_that_are_stuck_leave_when_a_member_is_stopped() -> None:
     results = run_session(6, replica_size=2, inject=["stop:rank=3,iteration=3,phase=commit"], options=SHORT)
     assert results[0]["alive"] == [0, 2]
@@ -70,6 +72,7 @@ def test_a_replica_that_is_sent_sigterm_ends_its_iteration_and_leaves() -> None:
     assert_on_the_failure_free_curve(results)
 
 
+@pytest.mark.slow
 def test_when_all_replicas_are_sent_sigterm_all_end_together() -> None:
     faults = [f"term:rank={rank},iteration=3,phase=forward,microbatch=0" for rank in range(2)]
     done = start(2, inject=faults)
@@ -90,6 +93,7 @@ def test_the_odd_one_out_of_three_is_dropped() -> None:
     assert_on_the_failure_free_curve(results)
 
 
+@pytest.mark.slow
 def test_of_two_that_differ_nobody_knows_which_is_right() -> None:
     done = start(2, inject=["corrupt:rank=1,iteration=3,phase=after-commit"])
     assert done.code == ExitCode.REPLICAS_DIFFER, done.explain()

@@ -49,6 +49,7 @@ def test_dropout_is_the_same_wherever_a_microbatch_runs() -> None:
     assert len(whole.validation) == 3
 
 
+@pytest.mark.slow
 def test_fewer_microbatches_than_replicas() -> None:
     flags = "--global-batch-size 4"
     curve = recover(3, flags, iterations=5, inject=["kill:rank=1,iteration=3,phase=backward,microbatch=0"])
@@ -162,6 +163,7 @@ def test_gradients_are_reduced_while_backward_still_runs() -> None:
     assert all(result["early"] == result["buckets"] > 1 for result in others)
 
 
+@pytest.mark.slow
 def test_two_jobs_that_were_given_the_same_port(tmp_path: Path) -> None:
     """Every replica takes a port of its own, so MASTER_PORT from the environment cannot collide."""
     with ThreadPoolExecutor(2) as pool:
