@@ -62,7 +62,11 @@ TIMED_OUT = 124
 EXIT_TABLE: tuple[tuple[str, str, str], ...] = (
     *((str(int(code)), code.label, code.advice) for code in ExitCode),
     (str(TIMED_OUT), "timed out", "--timeout stopped the job"),
-    ("128+s", "stopped by a signal", "signal s stopped the job before the ranks had come to an end by themselves"),
+    (
+        "128+s",
+        "stopped by a signal",
+        "signal s ended the job before the ranks had come to an end; 143 also when they had, and --save is not set",
+    ),
     ("others", "the script's own", "Megatron's 16 and 17 among them"),
 )
 """Every exit code of ``megatron-recover launch``: code, name, meaning."""

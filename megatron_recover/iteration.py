@@ -150,7 +150,10 @@ class Iteration:
         try:
             check_contributions(parts)
         except ReplicasDiffer as problem:
-            return False, problem
+            return False, ReplicasDiffer(
+                f"iteration {self.number}: {problem}; the optimizer has not stepped and nothing is saved: go back to "
+                "the last checkpoint"
+            )
         records: dict[int, Any] = {}
         sums: dict[str, float] = {}
         for part in parts.values():
@@ -183,7 +186,9 @@ class Iteration:
                     culprits.append(microbatch)
                     where = names[:3]
             if where:
-                what = f"microbatch {', '.join(map(str, culprits))}" if culprits else "no microbatch when run again"
+                what = "finite in each microbatch when run again"
+                if culprits:
+                    what = f"microbatch {', '.join(map(str, culprits))}"
                 session.say_last_words(
                     f"iteration {self.number}: the gradient of replica {session.replica}, rank {session.rank} is NaN "
                     f"or Inf ({', '.join(where)}): {what}"

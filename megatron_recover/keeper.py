@@ -85,6 +85,7 @@ def _watch(child: int, lease: Lease, watched: set[signal.Signals]) -> int:
                 os.kill(child, signal.SIGUSR1)  # faulthandler prints the stacks, Python's lock or not
                 signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
                 os.kill(child, signal.SIGKILL)
+            lease.enter(Stage.ENDING)  # said already
             return os.waitpid(child, 0)[1]
 
 
@@ -108,6 +109,10 @@ def _leave_like(status: int, lease: Lease) -> None:
         if code in (0, announced):
             os._exit(code)
         _say(f"rank {lease.rank} ended with exit code {code}, without a word; the others go on without its replica")
+    elif lease.read().stage is not Stage.ENDING and os.WTERMSIG(status) not in _FORWARDED:
+        name = signal.Signals(os.WTERMSIG(status)).name
+        perhaps = " (by hand, or by the kernel or the batch system for lack of memory)" if name == "SIGKILL" else ""
+        _say(f"rank {lease.rank} was ended by {name}{perhaps}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

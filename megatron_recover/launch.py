@@ -64,11 +64,11 @@ def launch(job: Launch) -> int:
         UserError: something is wrong with the command line or the MPI; nothing was started.
     """
     preflight.check(job.script, job.script_arguments, job.num_ranks)
-    if job.timeout_s is not None and job.timeout_s <= 0:
+    if job.timeout_s is not None and not job.timeout_s > 0:  # NaN is not either
         raise UserError(
             f"--timeout {job.timeout_s:g} is no time: give the seconds after which the job is stopped."
         )
-    if job.start_timeout_s <= 0:
+    if not job.start_timeout_s > 0:
         raise UserError(
             f"--start-timeout {job.start_timeout_s:g} is no time: give the seconds for which a start may stand still."
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from megatron_recover.errors import ExitCode
-from megatron_recover.lease import own_lease
+from megatron_recover.lease import Stage, own_lease
 from megatron_recover.status import WITHDRAWN, tell_launcher
 
 _has_told = False  # this process has written down how the job ends
@@ -51,6 +51,8 @@ def leave_as_failed(reason: str, *, quiet: bool = False) -> None:
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
     end_children()
+    if own_lease().read().stage is not Stage.STARTING:  # which tells the launcher that the start has failed
+        own_lease().enter(Stage.ENDING)  # its keeper need not say anything
     os.kill(os.getpid(), signal.SIGKILL)
 
 

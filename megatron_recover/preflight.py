@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,12 @@ from megatron_recover.errors import UserError
 from megatron_recover.faults import Fault, parse_faults
 
 _DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_TIMEOUT_FLAGS = (
+    "--recover-heartbeat-timeout",
+    "--recover-progress-timeout",
+    "--recover-setup-timeout",
+    "--recover-repair-timeout",
+)
 _SIZE_FLAGS = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -94,6 +101,7 @@ def check(script: str, words: Sequence[str], num_ranks: int) -> None:
     check_batch(arguments)
     check_data(arguments)
     check_save(arguments)
+    check_timeouts(arguments)
 
 
 def check_num_ranks(num_ranks: int) -> None:
@@ -194,6 +202,22 @@ def check_save(arguments: ScriptArguments) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "is not a folder" if not there.is_dir() else "is not writable"
             raise UserError(f"--save {path}: {there} {why}; give a folder that can be made and written.")
+        try:  # permissions do not tell root, or a network file system, everything
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"--save {path} cannot be written ({error.strerror}): give a folder that can be made and written."
+            ) from None
+
+
+def check_timeouts(arguments: ScriptArguments) -> None:
+    """Seconds are numbers; the ranks check how large they may be."""
+    for flag in _TIMEOUT_FLAGS:
+        for value in arguments.values(flag):
+            if not _is_number(value):
+                raise UserError(f"{flag} {value!r} is not a number: give seconds.")
 
 
 def _check_prefix(flag: str, prefix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -242,6 +243,9 @@ class Supervisor:
         if not self._processes.ranks_seen:
             mpirun.terminate()  # nothing runs yet
             return
+        with contextlib.suppress(psutil.Error):  # with mpirun stopped the ranks would wait for room in its pipes
+            if psutil.Process(mpirun.pid).status() == psutil.STATUS_STOPPED:
+                os.kill(mpirun.pid, signal.SIGCONT)
         self._told |= self._processes.signal_ranks(signal.SIGTERM, except_pids=self._told)
 
     def _status(self) -> dict[str, Any] | None:

@@ -85,7 +85,9 @@ class Vigil:
             if is_spared or (not state.is_over and not is_gone):
                 self._over_since.pop(rank, None)
                 continue
-            if now - self._over_since.setdefault(rank, now) < MARGIN_S:
+            # A keeper that works may have its reasons: it gives a rank another period when it was itself away.
+            margin = MARGIN_S if is_gone or not _acts(state.keeper_pid) else MARGIN_S + 2 * state.timeout_s
+            if now - self._over_since.setdefault(rank, now) < margin:
                 continue
             what = (
                 "has ended and its keeper does not say so"
@@ -94,6 +96,9 @@ class Vigil:
                 "keeper does nothing about it"
             )
             _say(f"rank {rank} (process {state.pid}) {what}: both are killed, the others go on without its replica")
+            with contextlib.suppress(OSError):
+                os.kill(state.pid, signal.SIGUSR1)  # its stacks, if it can still print them
+                time.sleep(_STACKS_S)
             processes.kill_rank(rank)
 
     def _failed_start(self, processes: JobProcesses, now: float) -> str | None:
@@ -159,6 +164,14 @@ def _is_working(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
     try:
         return pid != 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _acts(pid: int) -> bool:
+    """Whether a process is there and not stopped."""
+    try:
+        return pid != 0 and psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
 

@@ -161,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown is not None:
         print(markdown(args.markdown))
         return 0
+    if args.failures < 1:
+        raise SystemExit("--failures: give 1 or more")
     console = Console() if sys.stdout.isatty() else Console(width=150)
     try:
         menu = Menu(args.trainer, tuple(args.layout), tuple(args.kinds.split(",")), tuple(args.phases.split(",")))

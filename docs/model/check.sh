@@ -4,6 +4,10 @@
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 quick=${1:-}
+if [ -n "$quick" ] && [ "$quick" != --quick ]; then
+    echo "unknown option $quick: there is only --quick" >&2
+    exit 2
+fi
 
 for tool in spin gcc; do
     if ! command -v "$tool" >/dev/null; then

@@ -45,6 +45,8 @@ class StartEvent(Event):
     replica_size: int
     num_replicas: int
     policy: str
+    number_of_try: int
+    """1, and more when the launcher has started the job again."""
     versions: dict[str, str]
 
 

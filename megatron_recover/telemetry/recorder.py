@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_recover.faults import PHASES
+from megatron_recover.faults import PHASES, TRY_VARIABLE
 from megatron_recover.telemetry import events
 from megatron_recover.telemetry.blackbox import BlackBox, Snapshot, read_blackbox
 from megatron_recover.telemetry.events import EventLog, read_events
@@ -73,6 +73,7 @@ class Recorder:
                 replica_size=layout.replica_size,
                 num_replicas=layout.num_replicas,
                 policy=policy,
+                number_of_try=int(os.environ.get(TRY_VARIABLE, "1")),
                 versions=versions,
             )
             say(
@@ -120,7 +121,7 @@ class Recorder:
         self._leaving.update(dict.fromkeys(replicas, reason))
         if self._writes:
             self._write(events.LEAVE, replicas=list(replicas), reason=reason)
-            say(f"after iteration {self._iteration}: replica {_list(replicas)} leaves: {reason}")
+            say(f"iteration {self._iteration}: replica {_list(replicas)} leaves: {reason}")
 
     def leader_changed(self, leader: int, iteration: int) -> None:
         """Observer: all ranks know a new leader."""

@@ -79,6 +79,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=REPOSITORY / "data" / "demo" / "corpus", metavar="PREFIX")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "false_alarms.json", metavar="FILE")
     options = parser.parse_args()
+    if not options.minutes > 0:
+        parser.error("--minutes: give more than 0")
     if not options.data.with_suffix(".idx").exists():
         parser.error(f"there is no {options.data}.idx: run scripts/demo/prepare.py first, or give --data")
     console = Console()
