@@ -20,7 +20,7 @@ venv:  ## find Python 3.12, make .venv, install what setup.py asks for (once)
 pretrain: venv  ## the demo: pre-train on 4 CPU replicas, kill two, compare with a run without failures
 	@$(BIN)/python scripts/demo/pretrain.py $(ARGS)
 
-test: lint  ## lint, the fast tests and the pairwise part of the failure matrix (under 15 minutes)
+test: lint  ## lint, the fast tests and the pairwise part of the failure matrix (about 15 minutes)
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-all: lint  ## everything, with the whole failure matrix

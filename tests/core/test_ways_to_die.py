@@ -133,6 +133,7 @@ def test_an_error_on_the_engine_thread_while_others_are_in_the_same_reduction() 
     assert_on_the_failure_free_curve(done.results)
 
 
+@pytest.mark.slow
 def test_a_repair_that_has_to_wait_for_a_stopped_rank_is_no_reason_to_give_up() -> None:
     """MPI knows of the dead rank at once; the repair is over when the other one has been found and killed."""
     faults = [f"{kind}:rank={rank},iteration=3,phase=forward,microbatch=0" for rank, kind in ((2, "kill"), (1, "stop"))]

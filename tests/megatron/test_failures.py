@@ -62,6 +62,7 @@ def test_two_replicas_lost_in_the_same_reduction() -> None:
     assert_survived(curve, vanilla(1), iterations=6, lost=[1, 2])
 
 
+@pytest.mark.slow
 def test_three_lost_one_after_another_down_to_one_the_leader_each_time() -> None:
     kills = [
         "kill:rank=0,iteration=2,phase=backward,microbatch=0",

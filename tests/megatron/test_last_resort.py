@@ -18,6 +18,7 @@ def restarts(curve: Curve) -> list[str]:
     return [line for line in curve.done.err.splitlines() if "; starting again (try " in line]
 
 
+@pytest.mark.slow
 def test_a_job_that_gave_up_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     flags = f"--save {tmp_path} --save-interval 2 --finetune"  # --finetune is about the first start only
     env = {"RECOVER_TEST_LAST": "give-up", "RECOVER_TEST_RANK": "1", "PYTHONPATH": _path()}
