@@ -56,7 +56,7 @@ def draw_repair(samples: Samples, settle_ms: float, path: Path) -> None:
             axes.set_ylabel("repair time, slowest rank (ms)")
             axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
             axes.set_axisbelow(True)
-            axes.legend(frameon=False, loc="upper left")
+            axes.legend(frameon=False, loc="lower right")
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(path.name + ".part")
             figure.savefig(part, dpi=160, format="png")
