@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from megatron_recover.errors import ExitCode, RecoverError, UserError
 from megatron_recover.faults import FaultInjector, faults_of_this_try
+from megatron_recover.lease import own_lease
 from megatron_recover.leaving import (
     code_of,
     describe,
@@ -125,6 +126,5 @@ def _is_communication_error(error: BaseException) -> bool:
 
 
 def _rank() -> int:
-    session = Session.current()
-    return session.rank if session is not None else int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    return own_lease().rank
 

@@ -162,25 +162,24 @@ def _is_there(state: LeaseState) -> bool:
 
 def _is_working(pid: int) -> bool:
     """Whether a process is there, and no zombie."""
-    try:
-        return pid != 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return _status(pid) not in (None, psutil.STATUS_ZOMBIE)
 
 
 def _acts(pid: int) -> bool:
     """Whether a process is there and not stopped."""
-    try:
-        return pid != 0 and psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
+    return _status(pid) not in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
 
 
 def _is_stopped(state: LeaseState | None) -> bool:
+    return state is not None and _status(state.pid) == psutil.STATUS_STOPPED
+
+
+def _status(pid: int) -> str | None:
+    """What the kernel says of a process; None when it is not there (or 0)."""
     try:
-        return state is not None and state.pid != 0 and psutil.Process(state.pid).status() == psutil.STATUS_STOPPED
+        return psutil.Process(pid).status() if pid else None
     except psutil.Error:
-        return False
+        return None
 
 
 def _has_mpi(state: LeaseState | None) -> bool:

@@ -36,7 +36,8 @@ def install(adapter: Adapter) -> None:
         if adapter.metrics is not None:
             adapter.metrics.start()
         session.check_finite = get_args().check_for_nan_in_loss_and_grad
-        state_faults.offer(session.injector, model)
+        if adapter.optimizer is None:  # the first step
+            state_faults.offer(session.injector, model)
         adapter.completed = get_args().curr_iteration
         interval = adapter.config.check_replicas_interval
         if interval and (adapter.optimizer is None or adapter.completed % interval == 0):

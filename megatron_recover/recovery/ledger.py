@@ -41,16 +41,25 @@ class Bucket:
         if not (local.flags.c_contiguous if isinstance(local, np.ndarray) else local.is_contiguous()):
             raise ValueError(f"bucket {self.name} is not contiguous, so it cannot be reduced without a copy")
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.local.size if isinstance(self.local, np.ndarray) else self.local.numel()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type in which it is reduced."""
+        name = str(self.local.dtype)
+        return np.dtype("float32" if name in _NARROW else name.removeprefix("torch."))
+
     def flat(self) -> NDArray[Any]:
         """All elements as MPI sees them; no copy when they are on the CPU in a type that MPI can add."""
         local = self.local
         if isinstance(local, np.ndarray):
-            wide = np.float32 if str(local.dtype) in _NARROW else local.dtype
-            return local.reshape(-1).astype(wide, copy=False)
+            return local.reshape(-1).astype(self.dtype, copy=False)
         import torch
 
-        dtype = torch.float32 if str(local.dtype) in _NARROW else local.dtype
-        return local.detach().reshape(-1).to(device="cpu", dtype=dtype).numpy()
+        return local.detach().reshape(-1).to(device="cpu", dtype=getattr(torch, self.dtype.name)).numpy()
 
     def fill(self, values: NDArray[Any]) -> None:
         """Replaces all elements."""
@@ -76,9 +85,6 @@ class _Entry:
 
     def __init__(self, bucket: Bucket, check_finite: bool) -> None:
         self.bucket = bucket
-        local = bucket.local
-        self.size = local.size if isinstance(local, np.ndarray) else local.numel()
-        self.dtype = np.dtype("float32" if str(local.dtype) in _NARROW else str(local.dtype).removeprefix("torch."))
         self.check_finite = check_finite
         self.is_finite = True
         self.result: NDArray[Any] | None = None
@@ -94,7 +100,7 @@ class _Entry:
 
     def receive(self) -> NDArray[Any]:
         if self.result is None:
-            self.result = np.empty(self.size, self.dtype)
+            self.result = np.empty(self.bucket.size, self.bucket.dtype)
         return self.result
 
 
@@ -132,7 +138,7 @@ class BucketLedger:
         self._entries = [_Entry(bucket, check_finite) for bucket in buckets]
         for index, entry in enumerate(self._entries):
             left = self._buffers.pop(index, None)
-            if left is not None and (left.size, left.dtype) == (entry.size, entry.dtype):
+            if left is not None and (left.size, left.dtype) == (entry.bucket.size, entry.bucket.dtype):
                 entry.result = left
         self._on_reduce = on_reduce
         self._epoch = 0

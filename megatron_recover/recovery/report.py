@@ -72,8 +72,6 @@ def odd_replicas(parts: Mapping[int, Contribution]) -> tuple[int, ...]:
 
     Without a majority nobody can say who is right, and ``check_contributions`` raises.
     """
-    if len({part.fingerprint for part in parts.values()}) == 1:
-        return ()
     counts = Counter(part.fingerprint for part in parts.values())
     usual, count = counts.most_common(1)[0]
     if 2 * count <= len(parts):
